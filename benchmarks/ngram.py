@@ -44,7 +44,6 @@ from specplug.speculative.hook_order import ForwardMode
 from specplug_ngram.compiled_drafter import load_library
 from specplug_ngram.config import ENGINE, REQUEST, SCOPES, NgramSettings
 from specplug_ngram.draft_tree import Shape, draft_tree
-from specplug_ngram.future_map import HostFutureMap
 from specplug_ngram.history import TOKEN_BYTES, Stream
 from specplug_ngram.index import Index
 from specplug_ngram.policy import GPU_COSTS, Novelty, StepCost
@@ -91,7 +90,6 @@ def measure_step(
     """Return the median microseconds of ``observe`` and of ``propose``, and the mean length."""
     compiled = None if plain else load_library()
     worker = NgramWorker(shape, settings, compiled=compiled, costs=GPU_COSTS)
-    future_map = HostFutureMap(bs + 1, torch.device("cpu"), worker.observe)
     requests, rows = requests_of(bs), torch.arange(1, bs + 1)
     batch = Batch(
         mode=ForwardMode.DECODE,
@@ -108,8 +106,7 @@ def measure_step(
         request.written += 1
     for step in range(STEPS):
         start = time.perf_counter_ns()
-        future_map.relay(batch, tokens, counts)
-        future_map._arrive(keep=0)
+        worker.observe([request.request_id for request in requests], tokens, counts)
         observed = time.perf_counter_ns()
         draft = worker.propose(batch, DraftInput(bonus_tokens=tokens[:, 0]))
         proposed = time.perf_counter_ns()

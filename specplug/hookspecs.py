@@ -18,7 +18,8 @@ accept.
 ``create_worker``, then the KV pool is made, ``create_future_map``. In a run, ``HookOrder`` in
 ``specplug/speculative/hook_order.py`` is the order, and every host drives it::
 
-    decode    resolve the future map -> propose (a part of another algorithm: or grow_draft)
+    decode    resolve the future map -> on_host_tensors, if a step has left some
+              -> propose (a part of another algorithm: or grow_draft)
               -> the target's pass over T nodes -> verify
               -> compact the accepted path -> build_draft_input (the draft extend)
               -> publish and stash in the future map
@@ -45,8 +46,8 @@ current one wait for it before it returns.
 
 **Blocking.** With overlap the host is a step ahead of the device. So no hook between the resolve
 and the publish may wait for the device: no ``.item()``, ``.cpu()`` or ``.tolist()`` of a device
-tensor, no shape that depends on device data. A ``FutureMap.resolve`` of the algorithm's own may
-wait for what an *earlier* step has sent to the host, and costs as much overlap as it waits.
+tensor, no shape that depends on device data. What the host is to know a step leaves by
+``DraftInput(host=…)``, and ``on_host_tensors`` gets it.
 ``create_worker``, ``on_step`` and the other hooks outside a step may wait.
 
 **Gradients.** The hooks of a step run in ``torch.inference_mode``. The others do not.
@@ -108,7 +109,7 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import click
     from torch import Tensor
@@ -199,8 +200,7 @@ def create_future_map(runtime: Runtime) -> FutureMap | None:
     """Make the future map, which carries state from one decode step to the next.
 
     Called once, after ``create_worker``, with overlap and without: both loops run the same step. A
-    plugin returns a subclass to carry more than tensors by request row, such as a copy of the
-    accepted tokens on the host.
+    plugin returns a subclass to carry more than tensors by request row.
 
     Args:
         runtime: the engine's; ``runtime.worker`` is there.
@@ -238,7 +238,8 @@ def build_draft_input(  # type: ignore[empty-body]
     Returns:
         The roots of the next step and its state, leading size bs. The state is stashed by request
         row and comes back in the next ``propose``; the roots that are verified are the engine's
-        own. What the host is to read goes into ``DraftInput(host=…)``. None is refused.
+        own. What the host is to read goes into ``DraftInput(host=…)``, and from there to
+        ``on_host_tensors``. None is refused.
     """
 
 
@@ -284,8 +285,7 @@ def propose(runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:  
             a draft that costs something is best made no deeper and no wider than their maximum,
             with a tree's likeliest nodes first.
         draft_input: ``bonus_tokens`` [bs] are the roots: decided tokens whose KV is not written
-            yet. ``draft_input["name"]`` is the state that the last step left, and
-            ``draft_input.host`` what it left for the host.
+            yet. ``draft_input["name"]`` is the state that the last step left.
 
     Returns:
         ``Draft.chain(tokens)`` or ``Draft.tree(tokens, parents, depth)``, [bs, N] with the root
@@ -395,6 +395,24 @@ def export_draft_state(
         Named tensors of leading size bs, on the device. The core brings each request's row to the
         other side, where ``request.draft_state`` holds it. None: all that is stashed in
         ``future_map`` for these requests, which is all that ``build_draft_input`` returned.
+    """
+
+
+@hookspec
+def on_host_tensors(
+    runtime: Runtime, request_ids: Sequence[str], tensors: Mapping[str, Tensor]
+) -> None:
+    """Read on the host what a step has left there, by ``DraftInput(host=…)``.
+
+    Called once for each such step, in the order of steps, all implementations: before the next
+    ``propose`` or ``grow_draft`` of any request, or some steps later where none follows. With
+    overlap the core waits there for the step before, which costs as much overlap. What a step
+    leaves stays in its instance and its process.
+
+    Args:
+        runtime: the engine's.
+        request_ids: the step's requests, some of which may have ended since.
+        tensors: [bs, …] on the CPU, in the order of ``request_ids``, as they were when left.
     """
 
 

@@ -505,12 +505,8 @@ class DraftInput:
             own, whatever stands here.
         state: named tensors of leading size bs, in the form that ``worker.state_spec()`` declares;
             None for a state that is absent, which is read as zeros.
-        host: named tensors of leading size bs that the next step needs on the host. The core starts
-            copying them when the step is launched. The next ``propose`` or ``grow_draft`` of a
-            request gets its row in ``draft_input.host``, CPU tensors in the batch's order, without
-            a wait of the plugin's own: zeros for a request that left none. With overlap the core
-            waits there for the step before, which costs as much overlap. It is not transferred
-            between instances, and what a request leaves in its last step is dropped.
+        host: named tensors of leading size bs, on the device or the CPU, for ``on_host_tensors``.
+            The core starts copying them when the step is launched.
     """
 
     bonus_tokens: Tensor

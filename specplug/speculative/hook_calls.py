@@ -31,7 +31,7 @@ from specplug.errors import PluginError, shown
 from specplug.speculative.draft import Draft, DraftInput, described, is_dense
 from specplug.speculative.draft_state import StateTensor, state_spec
 from specplug.speculative.future_map import FutureMap, is_plain
-from specplug.speculative.host_relay import HostRelay
+from specplug.speculative.host_relay import IN_FLIGHT, HostRelay
 from specplug.speculative.lent_runtime import LentRuntime
 from specplug.speculative.parts_future_map import PartsFutureMap
 from specplug.speculative.plugin_guard import PluginGuard
@@ -67,7 +67,7 @@ class HookCalls:
         self._defaults = cast("CoreDefaults", manager.get_plugin(hookspecs.PROJECT))
         self._spec: Mapping[str, StateTensor] = {}
         self._lent: tuple[Runtime, LentRuntime] | None = None
-        self._relay: HostRelay | None = None  # until a plugin leaves something for the host
+        self._relay = HostRelay()
 
     @property
     def extensions(self) -> list[dict[str, str]]:
@@ -166,8 +166,7 @@ class HookCalls:
             roots: [bs] int64, the bonus tokens; not those that the plugin was lent.
         """
         hook, config, vocab_size = "propose", runtime.config, runtime.vocab_size
-        if self._relay is not None:
-            draft_input.host = self._relay.take(batch)
+        self._hand_over(runtime)
         found = self._plugins.call(
             hook, runtime=self._lend(runtime), batch=batch, draft_input=draft_input
         )
@@ -189,8 +188,7 @@ class HookCalls:
             roots: [bs] int64, as in ``propose``.
         """
         hook, config, vocab_size = "grow_draft", runtime.config, runtime.vocab_size
-        if self._relay is not None:
-            draft_input.host = self._relay.take(batch)
+        self._hand_over(runtime)
         most = Limits(
             draft.width + config.num_draft_tokens - 1, draft.depth + config.num_steps, added=True
         )
@@ -252,9 +250,10 @@ class HookCalls:
             target_output=target_output,
             future_map=own_map(future_map),
         )
-        return self._relayed(
-            batch, check_draft_input(self._plugins, hook, made, size, like, self._spec)
-        )
+        checked = check_draft_input(self._plugins, hook, made, size, like, self._spec)
+        self._relay.send(batch, checked.host, like.device)
+        self._hand_over(runtime, keep=IN_FLIGHT)  # where no step drafts
+        return checked
 
     def fixup_idle(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> DraftInput:
         """Return the draft input of no request."""
@@ -276,16 +275,25 @@ class HookCalls:
             last_tokens=last_tokens,
             future_map=own_map(future_map),
         )
-        return self._relayed(
-            batch, check_draft_input(self._plugins, hook, made, size, last_tokens, self._spec)
-        )
+        checked = check_draft_input(self._plugins, hook, made, size, last_tokens, self._spec)
+        self._relay.send(batch, checked.host, last_tokens.device)
+        return checked
 
-    def _relayed(self, batch: Batch, draft_input: DraftInput) -> DraftInput:
-        """Start copying what a draft input leaves for the host, and return it."""
-        if draft_input.host:
-            self._relay = self._relay or HostRelay()
-            self._relay.send(batch, draft_input.host)
-        return draft_input
+    def _hand_over(self, runtime: Runtime, keep: int = 0) -> None:
+        """Give plugins what steps have left for the host, but for the last ``keep`` steps."""
+        for request_ids, tensors in self._relay.arrived(keep):
+            self.on_host_tensors(runtime, request_ids, tensors)
+
+    def on_host_tensors(
+        self, runtime: Runtime, request_ids: Sequence[str], tensors: Mapping[str, Tensor]
+    ) -> None:
+        """Give all plugins what a step has left for the host."""
+        self._plugins.call(
+            "on_host_tensors",
+            runtime=self._lend(runtime),
+            request_ids=request_ids,
+            tensors=tensors,
+        )
 
     def export_draft_state(
         self, runtime: Runtime, batch: Batch, future_map: FutureMap, *, req_indices: Tensor
@@ -357,8 +365,6 @@ class HookCalls:
     def on_request_finished(self, runtime: Runtime, report: RequestReport) -> None:
         """Tell all plugins of an ended request."""
         self._plugins.call("on_request_finished", runtime=self._lend(runtime), report=report)
-        if self._relay is not None:
-            self._relay.forget(report.request_id)
         for part in parts_of(runtime):
             part.hooks.on_request_finished(part.runtime, report)
 
@@ -525,7 +531,7 @@ def check_draft_input(
     )
     if draft_input.host:
         draft_input.host = check_tensors(
-            plugins, hook, "host", draft_input.host, size, like, may_lack=True
+            plugins, hook, "host", draft_input.host, size, like, may_lack=True, on_host=True
         )
     if spec:
         try:
@@ -572,9 +578,11 @@ def check_tensors(
     like: Tensor,
     *,
     may_lack: bool = False,
+    on_host: bool = False,
 ) -> dict[str, Tensor | None]:
     """Return the named tensors of a mapping, in one of the core's own, if each is of leading
-    ``size`` and on the device of ``like``; None may stand for a tensor if it ``may_lack``."""
+    ``size`` and on the device of ``like``, or ``on_host``; None may stand for a tensor if it
+    ``may_lack``."""
     if not isinstance(found, Mapping):
         plugins.refuse(hook, f"gave {what} {described(found)}", "a mapping of named tensors")
     read: dict[Any, Any] = plugins.guard(hook, dict, found)
@@ -589,7 +597,7 @@ def check_tensors(
             is_dense(tensor)
             and tensor.dim()
             and len(tensor) == size
-            and tensor.device == like.device
+            and (tensor.device == like.device or (on_host and tensor.is_cpu))
         ):
             expected = f"a tensor of leading size {size} on {like.device}"
             plugins.refuse(hook, f"gave {what} {shown(name)} {described(tensor)}", expected)

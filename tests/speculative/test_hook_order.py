@@ -141,7 +141,7 @@ class Everything:
         assert torch.equal(following(target_output.own_tokens), target_output.per_node["after"])
         seen = {"seen": batch.seq_lens + target_output.accept_lens}
         state = seen if batch.drafts_follow else {}
-        return DraftInput(bonus_tokens=target_output.bonus_tokens, state=state)
+        return DraftInput(bonus_tokens=target_output.bonus_tokens, state=state, host=seen)
 
     @hookimpl
     def build_disagg_draft_input(
@@ -188,6 +188,12 @@ class Everything:
     ) -> Mapping[str, Tensor | None] | None:
         self._note("export_draft_state", runtime, batch, future_map)
         return None
+
+    @hookimpl
+    def on_host_tensors(
+        self, runtime: Any, request_ids: Sequence[str], tensors: Mapping[str, Tensor]
+    ) -> None:
+        self._note("on_host_tensors", runtime, request_ids, tensors)
 
     @hookimpl
     def on_step(self, runtime: Any, report: StepReport) -> None:
@@ -390,14 +396,14 @@ def test_decode_step_calls_resolve_to_stash(host: ToyHost) -> None:
     assert host.events == FEED
     host.events.clear()
     host.decode([2, 5])
-    assert host.events == ["resolve", "propose", "verify", *FEED]
+    assert host.events == ["resolve", "on_host_tensors", "propose", "verify", *FEED]
 
 
 def test_host_that_verifies_calls_no_verify_hook(host: ToyHost) -> None:
     host.prefill(PROMPTS)
     host.events.clear()
     host.decode_verifying_itself([2, 5])
-    assert host.events == ["resolve", "propose", *FEED]
+    assert host.events == ["resolve", "on_host_tensors", "propose", *FEED]
 
 
 def test_plugins_map_hears_of_steps_that_no_draft_follows(host: ToyHost) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +23,7 @@ from specplug import (
     SamplingParams,
     hookimpl,
 )
-from specplug.speculative.host_relay import HostRelay
+from specplug.speculative.host_relay import IN_FLIGHT, HostRelay
 
 PROMPTS = ["def f(x):\n    return ", "import os\nimport ", "class Queue:\n    def "]
 PARAMS = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (24, 9, 17)]
@@ -31,46 +33,25 @@ def batch_of(names: str) -> Any:
     return SimpleNamespace(requests=[SimpleNamespace(request_id=name) for name in names])
 
 
-def test_rows_come_in_the_order_of_the_next_batch() -> None:
-    relay = HostRelay()
-    relay.send(batch_of("ab"), {"n": torch.tensor([1, 2]), "gone": None})
-    relay.send(batch_of("c"), {"n": torch.tensor([3])})
-    found = relay.take(batch_of("cxa"))
-    assert {name: t.tolist() for name, t in found.items()} == {"n": [3, 0, 1]}
-    assert relay.take(batch_of("ca")) == {}, "it is taken once"
-    assert relay.take(batch_of("b"))["n"].tolist() == [2]
-
-
-def test_rows_of_other_sizes_are_filled_up_with_zeros() -> None:
-    relay = HostRelay()
-    relay.send(batch_of("a"), {"t": torch.tensor([[1, 2, 3]])})
-    relay.send(batch_of("b"), {"t": torch.tensor([[4]]), "own": torch.tensor([0.5])})
-    found = relay.take(batch_of("ab"))
-    assert found["t"].tolist() == [[1, 2, 3], [4, 0, 0]]
-    assert found["own"].tolist() == [0.0, 0.5]
-
-
-def test_later_writes_change_nothing_and_the_last_step_counts() -> None:
+def test_steps_arrive_once_in_order_as_they_were_left() -> None:
     relay, tensor = HostRelay(), torch.tensor([1, 2])
-    relay.send(batch_of("ab"), {"n": tensor})
+    relay.send(batch_of("ab"), {"n": tensor, "gone": None}, tensor.device)
     tensor.fill_(9)
-    relay.send(batch_of("b"), {"n": torch.tensor([5])})
-    assert relay.take(batch_of("ab"))["n"].tolist() == [1, 5]
-
-
-def test_ended_request_leaves_nothing() -> None:
-    relay = HostRelay()
-    relay.send(batch_of("a"), {"n": torch.tensor([1])})
-    relay.forget("a")
-    relay.forget("never seen")
-    assert relay.take(batch_of("a")) == {}
+    relay.send(batch_of("b"), {"t": torch.tensor([[3, 4]])}, tensor.device)
+    relay.send(batch_of("c"), {}, tensor.device)
+    found = [
+        (names, {name: t.tolist() for name, t in tensors.items()})
+        for names, tensors in relay.arrived()
+    ]
+    assert found == [(("a", "b"), {"n": [1, 2]}), (("b",), {"t": [[3, 4]]})]
+    assert not list(relay.arrived())
 
 
 class Reading:
     """Reads on the host what its last step has committed."""
 
     def __init__(self, wrong: Any = None) -> None:
-        self.heard: dict[str, list[int]] = {}
+        self.heard: defaultdict[str, list[int]] = defaultdict(list)
         self.wrong = wrong
 
     @hookimpl
@@ -97,15 +78,16 @@ class Reading:
         return DraftInput(bonus_tokens=roots, host={"tokens": tokens, "counts": counts})
 
     @hookimpl
-    def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
-        left = draft_input.host
-        assert left["tokens"] is not None
-        assert left["counts"] is not None
-        rows, counts = left["tokens"].tolist(), left["counts"].tolist()
-        for view, row, count in zip(batch.requests, rows, counts, strict=True):
-            self.heard.setdefault(view.request_id, []).extend(row[:count])
-        roots = draft_input.bonus_tokens
-        return Draft.chain(roots.unsqueeze(1).expand(-1, 2).contiguous())
+    def on_host_tensors(
+        self, request_ids: Sequence[str], tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        rows, counts = tensors["tokens"].tolist(), tensors["counts"].tolist()
+        for request_id, row, count in zip(request_ids, rows, counts, strict=True):
+            self.heard[request_id] += row[:count]
+
+    @hookimpl
+    def propose(self, draft_input: DraftInput) -> Draft:
+        return Draft.chain(draft_input.bonus_tokens.unsqueeze(1).repeat(1, 2))
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -118,9 +100,17 @@ def test_plugin_reads_each_committed_token_before_it_drafts(overlap: bool) -> No
         outputs = llm.generate(PROMPTS, PARAMS)
     for output in outputs:
         heard = plugin.heard[output.request_id]
-        # A request may draft once more after its end. Of its last step nothing need be heard.
+        # A request may draft once more after its end. Its last step is not waited for.
         assert heard[: len(output.token_ids)] == list(output.token_ids)[: len(heard)]
         assert len(heard) >= len(output.token_ids) - 2
+
+
+def test_steps_without_drafts_do_not_pile_up() -> None:
+    plugin = Reading()
+    with LLM(speculative_algorithm=plugin, device="cpu", max_running_requests=1) as llm:
+        outputs = llm.generate(PROMPTS[:1] * 9, SamplingParams(max_tokens=1))
+    heard = [output.request_id for output in outputs if plugin.heard[output.request_id]]
+    assert heard == [output.request_id for output in outputs[: 9 - IN_FLIGHT]]
 
 
 def test_host_tensor_of_a_wrong_form_is_told() -> None:

@@ -16,17 +16,11 @@ from specplug_ngram.config import NgramSettings
 from specplug_ngram.corpus import check_corpus, read_corpus
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from torch import Tensor
 
-    from specplug import (
-        Batch,
-        CommittedOutput,
-        Draft,
-        DraftInput,
-        FutureMap,
-        RequestReport,
-        Runtime,
-    )
+    from specplug import Batch, CommittedOutput, Draft, DraftInput, RequestReport, Runtime
     from specplug_ngram.worker import NgramWorker
 
 
@@ -79,27 +73,14 @@ class Ngram:
         return worker
 
     @hookimpl
-    def create_future_map(self, runtime: Runtime) -> FutureMap:
-        from specplug_ngram.future_map import HostFutureMap
-
-        worker: NgramWorker = runtime.worker
-        return HostFutureMap(runtime.req_table_size, runtime.device, worker.observe)
-
-    @hookimpl
     def build_draft_input(
-        self,
-        runtime: Runtime,
-        batch: Batch,
-        target_output: CommittedOutput,
-        future_map: FutureMap,
+        self, runtime: Runtime, batch: Batch, target_output: CommittedOutput
     ) -> DraftInput:
         import torch
 
         from specplug import DraftInput
-        from specplug_ngram.future_map import HostFutureMap
 
         worker: NgramWorker = runtime.worker
-        assert isinstance(future_map, HostFutureMap)
         if batch.is_warm_up:
             return DraftInput(bonus_tokens=target_output.bonus_tokens)
         if batch.is_prefill:
@@ -111,26 +92,31 @@ class Ngram:
             counts = target_output.accept_lens
             if worker.grower is not None:
                 worker.grower.write(batch, tokens)
-        future_map.relay(batch, tokens, counts)
-        return DraftInput(bonus_tokens=target_output.bonus_tokens)
+        new = {"tokens": tokens, "counts": counts}
+        return DraftInput(bonus_tokens=target_output.bonus_tokens, host=new)
 
     @hookimpl
     def build_disagg_draft_input(
-        self, runtime: Runtime, batch: Batch, last_tokens: Tensor, future_map: FutureMap
+        self, runtime: Runtime, batch: Batch, last_tokens: Tensor
     ) -> DraftInput:
         """Read the prompts, which another instance has prefilled."""
         import torch
 
         from specplug import DraftInput
-        from specplug_ngram.future_map import HostFutureMap
 
         worker: NgramWorker = runtime.worker
-        assert isinstance(future_map, HostFutureMap)
         ends = [len(request.prompt_token_ids) for request in batch.requests]
         worker.read_prompts(batch.requests, ends)
         ones = torch.ones(batch.size, dtype=torch.int64)
-        future_map.relay(batch, last_tokens.unsqueeze(1), ones)
-        return DraftInput(bonus_tokens=last_tokens)
+        new = {"tokens": last_tokens.unsqueeze(1), "counts": ones}
+        return DraftInput(bonus_tokens=last_tokens, host=new)
+
+    @hookimpl
+    def on_host_tensors(
+        self, runtime: Runtime, request_ids: Sequence[str], tensors: Mapping[str, Tensor]
+    ) -> None:
+        worker: NgramWorker = runtime.worker
+        worker.observe(request_ids, tensors["tokens"], tensors["counts"])
 
     @hookimpl
     def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import attrs
 import pytest
 import torch
-from torch import Tensor
 
 from specplug import Batch, DraftInput, SpecConfig, UsageError
 from specplug.speculative.hook_order import ForwardMode
@@ -18,7 +17,6 @@ from specplug_ngram import algorithm
 from specplug_ngram.compiled_drafter import load_library
 from specplug_ngram.config import ENGINE, REQUEST, TENANT, NgramSettings
 from specplug_ngram.draft_tree import Shape
-from specplug_ngram.future_map import HostFutureMap
 from specplug_ngram.history import TOKEN_BYTES
 from specplug_ngram.index import FIRST_CAPACITY
 from specplug_ngram.policy import CPU_COSTS, GPU_COSTS, Costs, Novelty
@@ -441,12 +439,12 @@ def test_requests_that_were_prefilled_elsewhere_are_known(
     received: tuple[Request, ...], make_worker: Make
 ) -> None:
     worker = make_worker()
-    future_map = HostFutureMap(4, torch.device("cpu"), worker.observe)
     last_tokens = torch.tensor([8, 25][: len(received)], dtype=torch.int64)
     batch = _batch(*received)
-    draft_input = algorithm.build_disagg_draft_input(Run(worker), batch, last_tokens, future_map)
+    draft_input = algorithm.build_disagg_draft_input(Run(worker), batch, last_tokens)
     assert draft_input.bonus_tokens.tolist() == last_tokens.tolist()
-    future_map.resolve(batch.req_indices)
+    names = [request.request_id for request in received]
+    algorithm.on_host_tensors(Run(worker), names, draft_input.host)
     assert worker.index.num_tokens == sum(len(r.prompt_token_ids) + 1 for r in received)
     if received:
         assert worker.propose(batch, draft_input).tokens[0].tolist() == [8, 9, 1, 5]
@@ -462,44 +460,6 @@ def test_worker_has_the_costs_of_its_device(device: str, costs: Costs) -> None:
     config = SpecConfig.resolve(algorithm.describe())
     worker = algorithm.create_worker(Target(config, torch.device(device)))
     assert worker._costs == costs
-
-
-def _map(seen: list[tuple[str, list[int]]]) -> HostFutureMap:
-    def observe(names: Sequence[str], tokens: Tensor, counts: Tensor) -> None:
-        for name, row, count in zip(names, tokens.tolist(), counts.tolist(), strict=True):
-            seen.append((name, row[:count]))
-
-    return HostFutureMap(4, torch.device("cpu"), observe)
-
-
-def _tensors(tokens: list[list[int]], counts: list[int]) -> tuple[Tensor, Tensor]:
-    return torch.tensor(tokens), torch.tensor(counts)
-
-
-def test_accepted_tokens_reach_the_host_in_order() -> None:
-    seen: list[tuple[str, list[int]]] = []
-    future_map = _map(seen)
-    one, other = Request("one", (1, 2)), Request("other", (3,))
-    future_map.relay(_batch(one, other), *_tensors([[11], [12]], [1, 0]))
-    future_map.relay(_batch(one), *_tensors([[13, 14, 99]], [2]))
-    assert seen == []
-    future_map.resolve(torch.tensor([1]))
-    assert seen == [("one", [11]), ("other", []), ("one", [13, 14])]
-    future_map.resolve(torch.tensor([1]))
-    assert len(seen) == 3
-
-
-def test_prefills_without_a_decode_step_do_not_pile_up() -> None:
-    seen: list[tuple[str, list[int]]] = []
-    future_map = _map(seen)
-    relayed: list[weakref.ref[Tensor]] = []
-    for number in range(100):
-        tokens, counts = _tensors([[11]], [1])
-        future_map.relay(_batch(Request(str(number), (1,))), tokens, counts)
-        relayed.append(weakref.ref(tokens))
-    del tokens
-    assert sum(each() is not None for each in relayed) <= 2
-    assert [name for name, _ in seen] == [str(number) for number in range(98)]
 
 
 @pytest.mark.parametrize(("topk", "depth"), [(1, 6), (2, 2), (4, 2)])
