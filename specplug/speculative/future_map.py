@@ -35,7 +35,7 @@ class FutureMap:
 
     def __init__(self, req_table_size: int, device: torch.device) -> None:
         self._known = torch.zeros(2, req_table_size, dtype=torch.int64, device=device)
-        self.seq_lens, self.bonus_tokens = self._known.unbind(0)
+        self._ends = self.seq_lens, self.bonus_tokens = self._known.unbind(0)
         self.state: dict[str, Tensor] = {}
         self.req_table_size = req_table_size
 
@@ -97,9 +97,10 @@ class FutureMap:
         """Do both, in one launch where a kernel writes rows."""
         buffers, tensors = self._buffers_of(req_indices, draft_input)
         ends = seq_lens, output.bonus_tokens
-        both = [*self._known.unbind(0), *buffers]
-        fits = all(t.shape == req_indices.shape and t.dtype == torch.int64 for t in ends)
-        if fits and self._runs_kernels(both):
+        both = [*self._ends, *buffers]
+        if self._runs_kernels(both) and all(
+            t.shape == req_indices.shape and t.dtype == torch.int64 for t in ends
+        ):
             self._write(req_indices, both, [*ends, *tensors])
             return
         self.publish(req_indices, seq_lens, output)  # which says what does not fit
@@ -146,7 +147,7 @@ class FutureMap:
         if self._runs_kernels(buffers):
             from specplug.kernels.state_rows import read_rows
 
-            return self._resolved(read_rows([*self._known.unbind(0), *buffers], req_indices))
+            return self._resolved(read_rows([*self._ends, *buffers], req_indices))
         known = self._known.index_select(1, req_indices).unbind(0)
         return self._resolved([*known, *(buffer[req_indices] for buffer in buffers)])
 
@@ -162,7 +163,7 @@ class FutureMap:
         if not other.state or not is_plain(other):
             return None
         own, others = list(self.state.values()), list(other.state.values())
-        buffers = [*self._known.unbind(0), *own, *other._known.unbind(0), *others]
+        buffers = [*self._ends, *own, *other._ends, *others]
         if not all(isinstance(each, Tensor) for each in others):
             return None
         if not self._runs_kernels(buffers):
