@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from specplug import settings
     from specplug.config import EngineConfig
     from specplug.kernels.argmax import argmax_rows, likeliest_tokens
-    from specplug.kernels.plugin_library import load_compiled
+    from specplug.kernels.plugin_library import load_compiled, runs_plugin_kernels
     from specplug.llm import LLM
     from specplug.model.paged_model import PagedModel
     from specplug.outputs import Logprob, RequestOutput
@@ -124,6 +124,7 @@ _LAZY = {
     "likeliest_tokens": "specplug.kernels.argmax",
     "load_compiled": "specplug.kernels.plugin_library",
     "report_progress": "specplug.startup",
+    "runs_plugin_kernels": "specplug.kernels.plugin_library",
     "verify_tree": "specplug.speculative.verify",
 }
 
@@ -193,6 +194,7 @@ __all__ = [
     "received_state",
     "report_progress",
     "rotate_chunks",
+    "runs_plugin_kernels",
     "select_nodes",
     "settings",
     "verify_tree",

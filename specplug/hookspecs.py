@@ -317,6 +317,10 @@ def grow_draft(
         example: at most ``num_draft_tokens - 1`` nodes wider than ``draft`` and ``num_steps``
         deeper, as the part's settings say. It may leave out nodes of ``draft``. None: the draft as
         it is.
+
+        A GPU records the passes over a draft for each width and depth. So there return one of few:
+        the draft as it is, or as wide as with half of the nodes that may be added, rounded up, or
+        with all of them, each of one depth. The warm-up has room for these in turn.
     """
 
 

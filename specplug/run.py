@@ -41,6 +41,7 @@ from specplug.model.sampler import Sampler
 from specplug.speculative.algorithm_start import StartedAlgorithm, start_algorithm
 from specplug.speculative.draft_state import state_spec
 from specplug.speculative.hook_calls import HookCalls
+from specplug.speculative.joint_algorithm import JointWorker
 from specplug.speculative.output_kind import OutputKind
 from specplug.startup import Startup
 
@@ -296,8 +297,14 @@ def _serve(loaded: Loaded, caches: _Caches, startup: Startup, opened: ExitStack)
     if loaded.features["warm_up"] == ON:
         decodes, hooks = config.disaggregation != "prefill", loaded.algorithm.hooks
         with startup.part("warming up"):
+            worker = caches.runtime.worker
             warm_up = WarmUp(
-                engine.steps, hooks, caches.limits, decodes=decodes, ranks=loaded.ranks
+                engine.steps,
+                hooks,
+                caches.limits,
+                decodes=decodes,
+                draft_widths=worker.draft_widths if isinstance(worker, JointWorker) else (),
+                ranks=loaded.ranks,
             )
             warm_up.run(startup.advance)
     prefill_loop = None

@@ -51,6 +51,7 @@ class WarmUp:
         hooks: of the run.
         limits: of the run's steps.
         decodes: whether the run has decode steps; a prefill instance has none.
+        draft_widths: the widths of drafts that a draft model's step has beside the widest.
         ranks: that step together with this one; None: it is alone. They may take more or fewer
             steps: a rank that is done takes part in the others'.
     """
@@ -62,12 +63,14 @@ class WarmUp:
         limits: SchedulerConfig,
         *,
         decodes: bool,
+        draft_widths: Sequence[int],
         ranks: RankGroup | None,
     ) -> None:
         self._steps = steps
         self._watch = HookWatch(hooks)
         self._limits = limits
         self._decodes = decodes
+        self._draft_widths = draft_widths
         self._ranks = ranks
         most = min(
             limits.chunked_prefill_size or _LONGEST_PROMPT,
@@ -175,11 +178,13 @@ class WarmUp:
 
     def _rooms(self, size: int) -> Iterator[tuple[int, ...]]:
         """Yield the nodes that the drafts of a batch may have. A draft model fills the room that
-        there is. What drafts without one is as wide as there is something to propose, each request
-        for itself."""
+        there is, and what grows its drafts adds to them in few steps. What drafts without one is as
+        wide as there is something to propose, each request for itself."""
         whole, most = self._limits.num_lookahead_slots, self._limits.num_draft_tokens
         yield (whole,) * size
-        if self._steps.kv.has_draft_cache or most == 1:
+        for width in self._draft_widths:
+            yield (width,) * size
+        if self._draft_widths or self._steps.kv.has_draft_cache or most == 1:
             return
         for nodes in _doubled(most)[:-1]:
             yield (nodes,) * size

@@ -72,6 +72,7 @@ class Operation(StrEnum):
     STATE_ROWS = "state rows"
     HOST_WRITE = "host write"
     PLUGINS_C = "plugins' C"
+    PLUGINS_TRITON = "plugins' Triton"
 
 
 @attrs.frozen
@@ -118,6 +119,7 @@ TABLE = {
     Operation.STATE_ROWS: Kernels(),
     Operation.HOST_WRITE: Kernels(gpu_only=True),
     Operation.PLUGINS_C: Kernels(triton=(), c=None),
+    Operation.PLUGINS_TRITON: Kernels(),
 }
 """The kernels of each operation. Where none fits, torch computes."""
 

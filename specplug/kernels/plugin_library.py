@@ -1,4 +1,5 @@
-"""Libraries in C of plugins, which the machine's own compiler compiles at first use."""
+"""Kernels of plugins: libraries in C, which the machine's own compiler compiles at first use, and
+Triton's."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from specplug.kernels.cpu_compiler import load_or_reason
-from specplug.kernels.kernel_table import Implementation, Operation, choose
+from specplug.kernels.kernel_table import Implementation, Operation, choose, runs_triton
 
 _log = logging.getLogger(__name__)
 _loaded: dict[tuple[Path, Path], Any] = {}
@@ -42,3 +45,10 @@ def load_compiled(source: Path, trial: Path, opened: Callable[[Path], Opened]) -
         _loaded[source, trial] = None if isinstance(found, str) else found
     library: Opened | None = _loaded[source, trial]
     return library
+
+
+def runs_plugin_kernels(device: torch.device) -> bool:
+    """Return whether a plugin's own Triton kernels are to run on a device, as ``SPECPLUG_KERNELS``
+    says: not on a machine without Triton, nor on a CPU, unless it interprets them. Where they do
+    not, import no Triton, and let torch compute."""
+    return runs_triton(Operation.PLUGINS_TRITON, device)

@@ -32,9 +32,20 @@ if TYPE_CHECKING:
 
 @attrs.frozen(eq=False)
 class JointWorker:
-    """The parts of a run: the first proposes."""
+    """The parts of a run: the first proposes.
+
+    Attributes:
+        parts: of the run.
+    """
 
     parts: Sequence[Part]
+
+    @property
+    def draft_widths(self) -> tuple[int, int]:
+        """The widths of drafts that are narrower than the widest though there is room: what is
+        proposed alone, and with half of what may be added, as ``grow_draft`` says."""
+        proposer, *growers = (part.config.num_draft_tokens for part in self.parts)
+        return proposer, proposer + (sum(growers) - len(growers) + 1) // 2
 
     def state_spec(self) -> Mapping[str, StateTensor]:
         return {name: t for part in self.parts for name, t in part.state_spec().items()}

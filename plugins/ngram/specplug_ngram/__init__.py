@@ -85,6 +85,8 @@ class Ngram:
             return DraftInput(bonus_tokens=target_output.bonus_tokens)
         if batch.is_prefill:
             worker.read_prompts(batch.requests, batch.chunk_ends)
+            if worker.grower is not None:
+                worker.grower.forget_rows(batch)
             tokens = target_output.bonus_tokens.unsqueeze(1)
             counts = torch.tensor(batch.last_chunk, dtype=torch.int64)
         else:
@@ -132,7 +134,7 @@ class Ngram:
             from specplug_ngram.growth import DraftGrower
 
             worker.grower = DraftGrower(runtime, worker)
-        return worker.grower.grow(batch, draft_input, draft)
+        return worker.grower.grow(batch, draft)
 
     @hookimpl
     def on_request_finished(self, runtime: Runtime, report: RequestReport) -> None:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from specplug import (
-    Batch,
-    Draft,
-    DraftInput,
-    Runtime,
-    append_nodes,
-    keep_likeliest,
-    merge_drafts,
-)
-from specplug_ngram.path_continuation import LONGEST, MOST_TOKENS, DeviceTexts, continue_paths
-from specplug_ngram.worker import NgramWorker
+from specplug import Batch, Draft, Runtime, runs_plugin_kernels
+from specplug_ngram.device_texts import MOST_TOKENS, DeviceTexts
+from specplug_ngram.growth_input import Form, packed
+from specplug_ngram.path_continuation import LONGEST, grow_in_torch, write_in_torch
+from specplug_ngram.worker import HostDraft, NgramWorker
 
 PAYS = 1.0
 """Rows that a token which is expected to be accepted is worth."""
+
+Grow = Callable[[Tensor, Draft, Tensor, Tensor, Tensor, Form], tuple[Tensor, Tensor, Tensor]]
+"""A function like ``grow_in_torch``."""
+Write = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""A function like ``write_in_torch``."""
 
 
 class DraftGrower:
@@ -37,56 +37,99 @@ class DraftGrower:
 
     def __init__(self, runtime: Runtime, worker: NgramWorker) -> None:
         self._worker = worker
+        self._device = runtime.device
         self._nodes, self._steps = runtime.config.num_draft_tokens, runtime.config.num_steps
-        self._texts = DeviceTexts(runtime.max_running_requests, runtime.context_len, runtime.device)
+        # A GPU records passes, of few forms; the CPU computes less if widths fit.
+        self._has_few_forms = runtime.device.type != "cpu"
+        self._texts = DeviceTexts(runtime.req_table_size, runtime.context_len, runtime.device)
+        self._grow, self._write = _passes_for(runtime.device)
 
     def write(self, batch: Batch, tokens: Tensor) -> None:
         """Take in the tokens [bs, C] int64 that a step has accepted, and any after them."""
-        self._texts.write(batch, tokens)
+        self._write(self._texts.tokens, tokens, batch.req_indices, batch.seq_lens)
 
     def forget(self, request_id: str) -> None:
-        """Drop the text of a request that has ended."""
+        """Forget a request that has ended."""
         self._texts.forget(request_id)
 
-    def grow(self, batch: Batch, draft_input: DraftInput, draft: Draft) -> Draft:
+    def forget_rows(self, batch: Batch) -> None:
+        """Forget where the texts of a prefill's requests stood that have just got their rows."""
+        for view, is_first in zip(batch.requests, batch.first_chunk, strict=True):
+            if is_first:
+                self._texts.forget(view.request_id)
+
+    def grow(self, batch: Batch, draft: Draft) -> Draft:
         """Return a draft with more nodes.
 
         How many a request gets is known on the host: as many as the wider of the two drafts has,
         and more, the surer ``Novelty`` is of long matches. Which ones, the scores say.
         """
-        own = self._worker.propose(batch, draft_input)
-        widths = draft.widths or (draft.width,) * batch.size
-        own_widths = own.widths or (own.width,) * batch.size
-        grown = merge_drafts(draft, own)
+        self._texts.admit(batch)
+        own = self._worker.draft_on_host(batch)
         more, novelty = self._continuations(batch)
-        steps = min(max(more), draft.depth + self._steps - grown.depth)
-        if steps > 0:
-            texts = self._texts.read(batch, draft_input.bonus_tokens)
-            of_each = torch.tensor(novelty, dtype=torch.float32).to(texts.device, non_blocking=True)
-            nothing = texts[:, :0]
-            tree = append_nodes(grown, nothing, nothing, grown.depth)
-            grown = continue_paths(tree, texts, batch.seq_lens, of_each, steps)
-        if grown is draft:
-            return draft
+        widths = draft.widths or (draft.width,) * batch.size
+        own_widths = (1,) * batch.size if own is None else own.widths
         kept = [
             min(max(width, of_own) + added, width + self._nodes - 1)
             for width, of_own, added in zip(widths, own_widths, more, strict=True)
         ]
-        return keep_likeliest(grown, kept)
+        if self._has_few_forms:
+            kept = [self._few_widths(draft.width, max(kept), max(batch.max_draft_nodes))]
+            kept *= batch.size
+        form = self._form(draft, own, max(kept), max(more))
+        if form.width == draft.width and (self._has_few_forms or (own is None and not form.steps)):
+            return draft
+        given = packed(own, widths, novelty, self._nodes)
+        given = given.to(self._device, non_blocking=True)
+        rows, ends = batch.req_indices, batch.seq_lens
+        tokens, parents, scores = self._grow(self._texts.tokens, draft, given, rows, ends, form)
+        depth = min(form.depth, form.width - 1)
+        return Draft.tree(tokens, parents, depth, kept, scores=scores)
 
-    def _continuations(self, batch: Batch) -> tuple[list[int], list[float]]:
-        """Return how many nodes of continued paths pay for each request, and its novelty.
+    def _form(self, draft: Draft, own: HostDraft | None, width: int, more: int) -> Form:
+        """Return the form of a step's pass."""
+        deepest = draft.depth + self._steps
+        if self._has_few_forms:
+            return Form(width, self._steps, deepest)
+        depth = max(draft.depth, 0 if own is None else own.depth)
+        steps = min(more, deepest - depth)
+        return Form(width, steps, depth + steps)
+
+    def _few_widths(self, width: int, kept: int, room: int) -> int:
+        """Return one of three widths, at least ``kept`` if there is room: of a draft that is
+        ``width`` wide, with half of the nodes that may be added, and with all.
+
+        The warm-up gives room for each of them in turn.
+        """
+        added = self._nodes - 1
+        steps = (width, width + (added + 1) // 2, width + added)
+        return next(each for each in steps if each >= min(kept, room, steps[-1]))
+
+    def _continuations(self, batch: Batch) -> tuple[Sequence[int], Sequence[float]]:
+        """Return how many nodes of continued paths pay for each request, and its novelty: infinite
+        if none is continued.
 
         They are as many as are expected to be accepted at the end of a long match.
         """
-        counts, novelties = [0] * batch.size, [1.0] * batch.size
+        if batch.is_warm_up:
+            return [self._nodes - 1] * batch.size, [1.0] * batch.size
+        counts, novelties = [0] * batch.size, [math.inf] * batch.size
         for i, view in enumerate(batch.requests):
             request = self._worker.requests.get(view.request_id)
             too_long = len(view.token_ids) > MOST_TOKENS - 2 * self._steps
-            if request is None or request.drafted is None or too_long or batch.is_warm_up:
+            if request is None or request.drafted is None or too_long:
                 continue
             novelties[i] = math.exp(request.drafted.novelty.log)
             known = 1 / (1 + novelties[i] / LONGEST**1.5)
             expected = sum(known**step for step in range(1, self._steps + 1))
             counts[i] = int(PAYS * expected)
         return counts, novelties
+
+
+def _passes_for(device: torch.device) -> tuple[Grow, Write]:
+    """Return what grows drafts on a device, and what writes accepted tokens to texts."""
+    if runs_plugin_kernels(device):
+        from specplug_ngram.growth_kernels import grow_by_kernels, write_by_kernel
+
+        return grow_by_kernels, write_by_kernel
+    return grow_in_torch, write_in_torch

@@ -1,102 +1,109 @@
-"""Continues the paths of another algorithm's draft as the request's own text goes on.
+"""Grows drafts in torch: the reference of the passes in C and in Triton, and their fallback.
 
-The tokens of such a draft are known on the device alone, so its paths are looked up there: each
-request's text lies there too, and all places of it are compared with the end of each path. Nothing
-waits for the host.
+The tokens of another algorithm's draft are known on the device alone, so its paths are looked up
+there: each request's text lies there too, and all places of it are compared with the end of each
+path. Nothing waits for the host.
+
+All passes give the same nodes in the same order: the likeliest first, and of equally likely ones
+the draft's before the host's, and these before those of continued paths, each in their own order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 
 import torch
 from torch import Tensor
 
-from specplug import Batch, Draft, append_nodes
+from specplug import Draft, append_nodes, keep_likeliest, merge_drafts
+from specplug_ngram.growth_input import Form, Told
 
 LONGEST, SHORTEST = 8, 2
 """The most committed tokens of a path's end that are compared, and the fewest tokens that must
 match, drafted ones included."""
 
-MOST_TOKENS = 1 << 14
-"""A request with a longer text is not continued: each place is looked at in each step."""
-
 PATHS = 3
 """The most paths of a request that are continued."""
 
-_BLOCK = 256
-"""Texts are looked at up to a multiple of so many tokens, so that shapes repeat."""
+LEAST_SCORE = -1e4
+"""A node with such a score or less ends its path: neither it nor what hangs from it is left."""
 
 
-class DeviceTexts:
-    """The texts of the running requests, on the device.
+def grow_in_torch(
+    texts: Tensor, draft: Draft, given: Tensor, rows: Tensor, ends: Tensor, form: Form
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Merge the host's draft into a draft, continue the likeliest paths, and keep the likeliest
+    nodes, sorted.
 
     Args:
-        most_requests: that run together.
-        most_tokens: of a text.
-        device: where they lie.
+        texts: [R, L] int32; each request's root is written to its text.
+        draft: of the other algorithm; what ``given`` says is in the place of its ``widths``.
+        given: [bs, …] int32, what ``packed`` has returned.
+        rows: [bs] int64, the row of each request's text.
+        ends: [bs] int64, the position of its root there.
+        form: see there.
+
+    Returns:
+        Tokens and parents, [bs, form.width] int64 each, and scores [bs, form.width] float32. Absent
+        nodes stand last, with token 0, parent -1 and score -inf.
     """
+    told = Told.of(given)
+    texts[rows, ends.clamp(max=texts.shape[1] - 1)] = draft.tokens[:, 0].int()
+    own = Draft(
+        tokens=told.tokens,
+        parents=told.parents,
+        widths=None,
+        depth=told.tokens.shape[1] - 1,
+        scores=told.scores,
+    )
+    grown = merge_drafts(_only(draft, told.widths), _only(own, told.own_widths))
+    grown = _without_ended(grown)
+    if form.steps:
+        longest = -(-int(ends.max() + 1) // 256) * 256 if ends.is_cpu else texts.shape[1]
+        text = texts[rows, :longest].long()
+        novelty = torch.where(ends < texts.shape[1], told.novelty, torch.inf)
+        grown = continue_paths(grown, text, ends, novelty, form.steps, form.depth)
+    absent = ends.new_full((len(ends), max(form.width + 1 - grown.width, 0)), -1)
+    grown = append_nodes(grown, absent + 1, absent, grown.depth)  # what is wider is put in order
+    grown = keep_likeliest(grown, (form.width,) * len(ends))
+    assert grown.parents is not None
+    assert grown.scores is not None
+    tokens = torch.where(grown.scores > -torch.inf, grown.tokens, 0)
+    return tokens, grown.parents, grown.scores
 
-    def __init__(self, most_requests: int, most_tokens: int, device: torch.device) -> None:
-        self._most = min(most_tokens, MOST_TOKENS)
-        # The last column takes what lies beyond it; row 0 is of requests that have ended.
-        shape = most_requests + 1, self._most + 1
-        self._tokens = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._rows: dict[str, int] = {}
-        self._free = list(range(most_requests, 0, -1))
 
-    def forget(self, request_id: str) -> None:
-        """Give back the row of a request that has ended."""
-        row = self._rows.pop(request_id, None)
-        if row is not None:
-            self._free.append(row)
+def write_in_torch(texts: Tensor, tokens: Tensor, rows: Tensor, ends: Tensor) -> None:
+    """Write tokens [bs, C] int64 after the positions ``ends`` [bs] of the texts in ``rows``
+    [bs]. The last column of a text takes what lies beyond it."""
+    after = torch.arange(1, tokens.shape[1] + 1, device=rows.device)
+    places = (ends.unsqueeze(1) + after).clamp_(max=texts.shape[1] - 1)
+    texts[rows.unsqueeze(1), places] = tokens.int()
 
-    def write(self, batch: Batch, tokens: Tensor) -> None:
-        """Write the tokens after those that are committed.
 
-        Args:
-            batch: whose ``seq_lens`` are the lengths before.
-            tokens: [bs, C] int64; what follows a request's last new token is written over later.
-        """
-        if not self._rows:
-            return
-        rows = self._rows_of(batch)
-        places = batch.seq_lens.unsqueeze(1) + torch.arange(
-            1, tokens.shape[1] + 1, device=rows.device
-        )
-        self._tokens[rows.unsqueeze(1), places.clamp_(max=self._most)] = tokens.int()
+def _only(draft: Draft, widths: Tensor) -> Draft:
+    """Return a draft as a tree, in which the nodes after the first ``widths`` [bs] are absent."""
+    tokens, parents, scores = draft.tokens, draft.parents, draft.scores
+    order = torch.arange(draft.width, device=tokens.device)
+    is_node = order < widths.unsqueeze(1)
+    if scores is None:
+        scores = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
+    parents = torch.where(is_node, order - 1 if parents is None else parents, -1)
+    scores = torch.where(is_node, scores, -torch.inf)
+    return Draft.tree(tokens, parents, draft.depth, scores=scores)
 
-    def read(self, batch: Batch, roots: Tensor) -> Tensor:
-        """Return the text of each request up to its root, [bs, L] int64, with anything after it.
 
-        Args:
-            roots: [bs] int64, which stand at ``batch.seq_lens``.
-        """
-        longest = 0
-        for view in batch.requests:
-            if view.request_id not in self._rows:
-                self._admit(view.request_id, view.token_ids)
-            longest = max(longest, len(view.token_ids))
-        rows = self._rows_of(batch)
-        self._tokens[rows, batch.seq_lens.clamp(max=self._most)] = roots.int()
-        # The host may be a step behind.
-        length = -(-(longest + _BLOCK // 2) // _BLOCK) * _BLOCK
-        return self._tokens[rows, : min(length, self._most)].long()
-
-    def _admit(self, request_id: str, token_ids: Sequence[int]) -> None:
-        if not self._free:
-            return
-        row = self._rows[request_id] = self._free.pop()
-        known = torch.tensor(token_ids[: self._most], dtype=torch.int32)
-        self._tokens[row, : len(known)] = known.to(self._tokens.device, non_blocking=True)
-
-    def _rows_of(self, batch: Batch) -> Tensor:
-        rows = [self._rows.get(view.request_id, 0) for view in batch.requests]
-        return torch.tensor(rows).to(self._tokens.device, non_blocking=True)
+def _without_ended(draft: Draft) -> Draft:
+    """Return a draft in which the nodes of ended paths are absent."""
+    assert draft.parents is not None
+    assert draft.scores is not None
+    is_there = draft.survival > LEAST_SCORE
+    parents = torch.where(is_there, draft.parents, -1)
+    scores = torch.where(is_there, draft.scores, -math.inf)
+    return Draft.tree(draft.tokens, parents, draft.depth, scores=scores)
 
 
 def continue_paths(
-    draft: Draft, texts: Tensor, ends: Tensor, novelty: Tensor, most_steps: int
+    draft: Draft, texts: Tensor, ends: Tensor, novelty: Tensor, most_steps: int, most_depth: int
 ) -> Draft:
     """Append what followed the ends of a draft's likeliest paths in the request's text.
 
@@ -108,9 +115,9 @@ def continue_paths(
         ends: [bs] int64, the position of the root in it.
         novelty: [bs] float32, of each request.
         most_steps: tokens that a path is continued by.
+        most_depth: of what is appended.
     """
     assert draft.parents is not None
-    assert draft.scores is not None
     (bs, width), length = draft.tokens.shape, texts.shape[1]
     matched = _match_lengths(draft, texts, ends)
     places = torch.arange(length, device=texts.device)
@@ -122,14 +129,16 @@ def continue_paths(
     matched = matched.gather(2, best.unsqueeze(2)).squeeze(2)
     steps = torch.arange(1, most_steps + 1, device=texts.device)
     at = best.unsqueeze(2) + steps
-    follows = at <= ends.view(bs, 1, 1)
+    is_deep = draft.depths.unsqueeze(2) + steps > most_depth
+    follows = (at <= ends.view(bs, 1, 1)) & ~is_deep
     rows = torch.arange(bs, device=texts.device).view(bs, 1, 1)
     tokens = texts[rows, at.clamp(max=length - 1)]  # [bs, N, steps]
     lengths = (matched.unsqueeze(2) + steps - 1).clamp(min=1).to(torch.float32)
     scores = -torch.log1p(novelty.view(bs, 1, 1) * lengths**-1.5)
     goes_on = _goes_on(draft, tokens[:, :, 0]) & follows[:, :, 0] & (matched >= SHORTEST)
     chances = torch.where(goes_on, draft.survival + scores[:, :, 0], -torch.inf)
-    likeliest, nodes = chances.topk(min(PATHS, width), dim=1)
+    likeliest, nodes = chances.sort(dim=1, descending=True, stable=True)
+    likeliest, nodes = likeliest[:, :PATHS], nodes[:, :PATHS]
     taken = nodes.unsqueeze(2).expand(-1, -1, most_steps)
     is_node = follows.gather(1, taken) & (likeliest > -torch.inf).unsqueeze(2)
     new = torch.arange(nodes.shape[1] * most_steps, device=texts.device) + width
@@ -139,7 +148,7 @@ def continue_paths(
         draft,
         tokens.gather(1, taken).flatten(1),
         torch.where(is_node, parents, -1).flatten(1),
-        draft.depth + most_steps,
+        most_depth,
         scores=scores.gather(1, taken).flatten(1),
     )
 
@@ -150,8 +159,9 @@ def _match_lengths(draft: Draft, texts: Tensor, ends: Tensor) -> Tensor:
     assert draft.parents is not None
     length = torch.zeros(texts.shape, dtype=torch.int16, device=texts.device)
     for before in range(LONGEST - 1, -1, -1):
-        token = texts.gather(1, (ends - before).clamp(0, texts.shape[1] - 1).unsqueeze(1))
-        length = _longer(texts == token, length)
+        place = (ends - before).unsqueeze(1)
+        token = texts.gather(1, place.clamp(0, texts.shape[1] - 1))
+        length = _longer(texts == torch.where(place >= 0, token, -1), length)
     roots = length.unsqueeze(1)
     same = texts.unsqueeze(1) == draft.tokens.unsqueeze(2)  # [bs, N, L]
     above = draft.parents.clamp(min=0).unsqueeze(2).expand(same.shape)

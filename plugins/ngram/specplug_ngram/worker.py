@@ -14,7 +14,7 @@ from specplug import Batch, Draft, DraftInput, RequestView, UsageError
 from specplug_ngram.compiled_drafter import CompiledDrafter
 from specplug_ngram.config import DEFAULTS, ENGINE, REQUEST, TENANT, NgramSettings
 from specplug_ngram.draft_tree import Shape
-from specplug_ngram.drafter import Drafter, PlainDrafter
+from specplug_ngram.drafter import Drafter, Drafts, PlainDrafter
 from specplug_ngram.index import Index
 from specplug_ngram.policy import CPU_COSTS, Costs, StepCost
 
@@ -35,6 +35,23 @@ class RequestState:
     owner: Hashable
     drafted: Any
     prompt_read: int = 0
+
+
+@attrs.frozen(eq=False)
+class HostDraft:
+    """The worker's drafts of a batch, on the host.
+
+    Attributes:
+        tokens, parents, scores: [bs, N], as in ``Drafts``.
+        widths: the nodes of each request, the root included; what follows them does not count.
+        depth: the greatest depth of a node.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    scores: Tensor
+    widths: Sequence[int]
+    depth: int
 
 
 class NgramWorker:
@@ -133,21 +150,11 @@ class NgramWorker:
         ``Novelty``: the longer the match and the more often it occurred, the surer. The score of
         padding is -inf.
         """
-        if batch.is_warm_up:
-            return self._widest(draft_input.bonus_tokens, batch.max_draft_nodes)
-        cost = StepCost(batch.size, self._costs)
-        requests = self._drafted([request.request_id for request in batch.requests])
-        uniform = self._costs.uniform and self._shape.topk == 1
-        # If chains have the same length, an improbable node costs no more than padding.
-        least = 0.0 if uniform else cost.least
-        drafts = self._drafter.draft(requests, batch.max_draft_nodes, least)
         roots = draft_input.bonus_tokens
-        widths, width = drafts.widths, max(drafts.widths)
-        if uniform:
-            width = cost.best_width(drafts.gains)
-            widths = [min(width, room) for room in batch.max_draft_nodes]
-        elif not cost.pays(sum(drafts.gains), drafts.nodes):
-            width = 1
+        if batch.is_warm_up:
+            return self._widest(roots, batch.max_draft_nodes)
+        drafts, widths = self._draft(batch)
+        width = max(widths)
         if width == 1:
             return Draft.chain(roots.unsqueeze(1))
         tokens = drafts.tokens[:, :width].to(roots.device, non_blocking=True)
@@ -157,6 +164,37 @@ class NgramWorker:
             return Draft.chain(tokens, widths, scores=scores)
         parents = drafts.parents[:, :width].to(roots.device, non_blocking=True)
         return Draft.tree(tokens, parents, drafts.depth, widths, scores=scores)
+
+    def draft_on_host(self, batch: Batch) -> HostDraft | None:
+        """Return what ``propose`` drafts, in tensors of the host as wide as any draft; None:
+        nothing."""
+        if batch.is_warm_up:
+            return None
+        drafts, widths = self._draft(batch)
+        # Chains are not padded to one length: what is added to has another one.
+        widths = [min(width, made) for width, made in zip(widths, drafts.widths, strict=True)]
+        if max(widths) == 1:
+            return None
+        parents = drafts.parents
+        if parents is None:
+            parents = torch.arange(-1, drafts.tokens.shape[1] - 1).expand(drafts.tokens.shape)
+        depth = min(drafts.depth, max(widths) - 1)
+        return HostDraft(drafts.tokens, parents, drafts.scores, widths, depth)
+
+    def _draft(self, batch: Batch) -> tuple[Drafts, Sequence[int]]:
+        """Return drafts, and how many nodes of each request are proposed."""
+        cost = StepCost(batch.size, self._costs)
+        requests = self._drafted([request.request_id for request in batch.requests])
+        uniform = self._costs.uniform and self._shape.topk == 1
+        # If chains have the same length, an improbable node costs no more than padding.
+        least = 0.0 if uniform else cost.least
+        drafts = self._drafter.draft(requests, batch.max_draft_nodes, least)
+        if uniform:
+            width = cost.best_width(drafts.gains)
+            return drafts, [min(width, room) for room in batch.max_draft_nodes]
+        if not cost.pays(sum(drafts.gains), drafts.nodes):
+            return drafts, [1] * batch.size
+        return drafts, drafts.widths
 
     def _widest(self, roots: Tensor, rooms: Sequence[int]) -> Draft:
         """Return the widest draft within ``rooms``, of arbitrary tokens with the least score. Each

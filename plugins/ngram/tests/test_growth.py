@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
 from specplug import LLM, Batch, Draft, SamplingParams, append_nodes
 from specplug.speculative.hook_order import ForwardMode
-from specplug_ngram.path_continuation import DeviceTexts, continue_paths
+from specplug_ngram import growth
+from specplug_ngram.device_texts import DeviceTexts
+from specplug_ngram.growth import DraftGrower
+from specplug_ngram.path_continuation import continue_paths, write_in_torch
 
 CPU = torch.device("cpu")
 
@@ -51,7 +56,7 @@ def grown(text: list[int], chain: list[int], steps: int = 3, novelty: float = 1.
     tree = append_nodes(draft, nothing, nothing, draft.depth)
     ends = torch.tensor([len(text) - 1])
     padded = torch.tensor([text + [0] * 9])
-    return continue_paths(tree, padded, ends, torch.tensor([novelty]), steps)
+    return continue_paths(tree, padded, ends, torch.tensor([novelty]), steps, len(chain) + steps)
 
 
 def test_path_goes_on_as_the_text_did() -> None:
@@ -95,40 +100,117 @@ def test_absent_nodes_do_not_go_on() -> None:
     nothing = draft.tokens[:, :0]
     texts = torch.tensor([[1, 2, 3, 4, 5, 6, 1, 2]] * 2)
     tree = append_nodes(draft, nothing, nothing, 2)
-    made = continue_paths(tree, texts, torch.tensor([7, 7]), torch.ones(2), 1)
+    made = continue_paths(tree, texts, torch.tensor([7, 7]), torch.ones(2), 1, 3)
     assert set(paths(made, 0)) == {(3,), (3, 4), (3, 4, 5)}
     assert set(paths(made, 1)) == {(3,), (3, 4)}
 
 
+def test_depth_of_continuations_is_bounded() -> None:
+    draft = Draft.chain(torch.tensor([[2, 3, 4]]))
+    nothing = draft.tokens[:, :0]
+    tree = append_nodes(draft, nothing, nothing, 2)
+    texts, ends = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8, 1, 2]]), torch.tensor([9])
+    made = continue_paths(tree, texts, ends, torch.ones(1), 3, 4)
+    assert max(map(len, paths(made))) == made.depth == 4
+
+
+def test_nothing_stands_before_a_text() -> None:
+    """Of a text of three tokens no more than three match."""
+    text = [5, 5, 5]
+    found = paths(grown(text, [6], steps=1))
+    assert found[(5,)] == pytest.approx(-math.log1p(2**-1.5)), "two of them end before the root"
+
+
 def test_texts_grow_by_what_is_accepted_whatever_came_after_it() -> None:
-    texts = DeviceTexts(2, 50, CPU)
+    texts = DeviceTexts(4, 50, CPU)
     batch = batch_of([[1, 2, 3], [4, 5]], "ab")
-    found = texts.read(batch, torch.tensor([9, 8]))
-    assert found[0, :4].tolist() == [1, 2, 3, 9]
-    assert found[1, :3].tolist() == [4, 5, 8]
-    texts.write(batch, torch.tensor([[10, 11, 66], [12, 66, 66]]))
-    batch.seq_lens = torch.tensor([5, 3])  # two tokens of the first were accepted, one of the other
-    found = texts.read(batch, torch.tensor([11, 12]))
-    assert found[0, :6].tolist() == [1, 2, 3, 9, 10, 11]
-    assert found[1, :4].tolist() == [4, 5, 8, 12]
+    texts.admit(batch)
+    assert texts.tokens[1, :3].tolist() == [1, 2, 3]
+    assert texts.tokens[2, :2].tolist() == [4, 5]
+    write_in_torch(
+        texts.tokens, torch.tensor([[10, 66], [12, 66]]), batch.req_indices, batch.seq_lens
+    )
+    texts.admit(batch)
+    assert texts.tokens[1, :6].tolist() == [1, 2, 3, 0, 10, 66], "the root is written by growth"
+    batch.seq_lens = torch.tensor([4, 3])
+    write_in_torch(texts.tokens, torch.tensor([[11], [13]]), batch.req_indices, batch.seq_lens)
+    assert texts.tokens[1, :6].tolist() == [1, 2, 3, 0, 10, 11]
 
 
-def test_row_of_an_ended_request_is_used_again() -> None:
-    texts = DeviceTexts(1, 50, CPU)
-    texts.read(batch_of([[1, 2, 3]], "a"), torch.tensor([4]))
-    texts.read(batch_of([[5, 6]], "b"), torch.tensor([7]))  # no row is free: it has no text
+def test_request_that_gets_another_row_has_its_text_there() -> None:
+    texts = DeviceTexts(4, 50, CPU)
+    batch = batch_of([[1, 2, 3]], "a")
+    texts.admit(batch)
     texts.forget("a")
-    found = texts.read(batch_of([[5, 6]], "b"), torch.tensor([7]))
-    assert found[0, :3].tolist() == [5, 6, 7]
+    batch.req_indices = torch.tensor([3])
+    texts.admit(batch)
+    assert texts.tokens[3, :3].tolist() == [1, 2, 3]
     texts.forget("never seen")
 
 
+def test_requests_of_a_warm_up_are_not_known() -> None:
+    texts = DeviceTexts(4, 50, CPU)
+    batch = batch_of([[1, 2, 3]], "a")
+    texts.admit(attrs.evolve(batch, is_warm_up=True))
+    assert not texts.tokens.any()
+    texts.admit(batch)
+    assert texts.tokens[1, :3].tolist() == [1, 2, 3]
+
+
 def test_what_lies_beyond_a_text_harms_nothing() -> None:
-    texts = DeviceTexts(1, 4, CPU)
+    texts = DeviceTexts(2, 4, CPU)
     batch = batch_of([[1, 2, 3, 4, 5, 6]], "a")
-    found = texts.read(batch, torch.tensor([9]))
-    assert found[0, :4].tolist() == [1, 2, 3, 4]
-    texts.write(batch, torch.tensor([[7, 8]]))
+    texts.admit(batch)
+    assert texts.tokens[1, :4].tolist() == [1, 2, 3, 4]
+    write_in_torch(texts.tokens, torch.tensor([[7, 8]]), batch.req_indices, batch.seq_lens)
+    assert texts.tokens[1, :4].tolist() == [1, 2, 3, 4]
+
+
+PROMPTS = ["def f(x):\n    return x\n" * 4, "import os\nimport sys\nimport ", "x = [1, 2, 3, 4"]
+
+
+@pytest.mark.parametrize("mode", ["torch", "triton"])
+@pytest.mark.parametrize("proposer", ["EAGLE3", "NONE"])
+def test_growth_to_few_widths_has_the_same_tokens(
+    proposer: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: drafts have one of three widths, which the warm-up has too."""
+    monkeypatch.setattr(growth, "runs_plugin_kernels", lambda device: mode == "triton")
+    begin = DraftGrower.__init__
+
+    def begin_as_on_a_gpu(self: DraftGrower, *arguments: Any) -> None:
+        begin(self, *arguments)
+        self._has_few_forms = True
+
+    monkeypatch.setattr(DraftGrower, "__init__", begin_as_on_a_gpu)
+    seen: dict[bool, set[tuple[int, int]]] = {True: set(), False: set()}
+    grow = DraftGrower.grow
+
+    def watched(self: DraftGrower, batch: Batch, draft: Draft) -> Draft:
+        found = grow(self, batch, draft)
+        seen[batch.is_warm_up].add((found.width, found.depth))
+        assert found.widths is None
+        return found
+
+    monkeypatch.setattr(DraftGrower, "grow", watched)
+
+    def run(algorithm: str) -> tuple[list[Any], float]:
+        params = SamplingParams(max_tokens=40, ignore_eos=True)
+        settings: Any = {"device": "cpu", "dtype": "float32", "max_total_tokens": 1024}
+        settings |= {"warm_up": "on", "max_running_requests": 3}
+        with LLM(speculative_algorithm=algorithm, **settings) as llm:
+            tokens = [output.token_ids for output in llm.generate(PROMPTS, params)]
+            stats = llm.stats()
+        return tokens, stats["accepted"] / max(stats["verifications"], 1)
+
+    plain, _ = run("NONE")
+    alone, accept_length = run(proposer)
+    both, found = run(f"{proposer}+NGRAM")
+    assert plain == alone == both
+    assert found > 1.2 * accept_length
+    assert len(seen[True]) == 3
+    assert len(seen[False]) > 1
+    assert seen[False] <= seen[True], "no form is new when requests come"
 
 
 def test_ended_requests_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,4 +220,4 @@ def test_ended_requests_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         worker = llm.engine.runtime.parts["NGRAM"].worker
         assert worker.grower is not None
         assert not worker.requests
-        assert not worker.grower._texts._rows
+        assert not worker.grower._texts._known

@@ -1,0 +1,128 @@
+"""The passes in Triton and in C grow the drafts that torch grows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from specplug import Draft
+from specplug_ngram.growth_input import Form, packed
+from specplug_ngram.growth_kernels import grow_by_kernels, write_by_kernel
+from specplug_ngram.path_continuation import LEAST_SCORE, grow_in_torch, write_in_torch
+from specplug_ngram.worker import HostDraft
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@attrs.frozen
+class Case:
+    """The arguments of a pass."""
+
+    texts: Tensor
+    draft: Draft
+    given: Tensor
+    rows: Tensor
+    ends: Tensor
+    form: Form
+
+    def run(self, grow: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, list[Tensor]]:
+        """Return the texts as the pass leaves them, and what it returns, on the host."""
+        texts, *rest = (
+            value.clone().to(DEVICE) if isinstance(value, Tensor) else value
+            for value in (self.texts, self.draft, self.given, self.rows, self.ends, self.form)
+        )
+        draft = rest[0]
+        moved = attrs.evolve(
+            draft,
+            tokens=draft.tokens.to(DEVICE),
+            parents=None if draft.parents is None else draft.parents.to(DEVICE),
+            scores=None if draft.scores is None else draft.scores.to(DEVICE),
+        )
+        found = grow(texts, moved, *rest[1:])
+        return texts.cpu(), [tensor.cpu() for tensor in found]
+
+
+def tree_of(chance: random.Random, width: int, vocab: int) -> list[tuple[int, int]]:
+    """Return the token and parent of each node of a random tree; siblings differ."""
+    nodes, taken = [(0, -1)], set()
+    while len(nodes) < width:
+        parent = max(chance.randrange(len(nodes)), chance.randrange(len(nodes)))
+        token = chance.randrange(vocab)
+        if (token, parent) not in taken:
+            taken.add((token, parent))
+            nodes.append((token, parent))
+    return nodes
+
+
+def case_of(seed: int, *, is_exact: bool = False) -> Case:
+    """Draw a case; in an exact one sums of scores are not rounded, and many are equal."""
+    chance = random.Random(seed)
+    bs, width, own_nodes = chance.randint(1, 4), chance.randint(1, 9), chance.choice([1, 2, 5, 8])
+    vocab, length = chance.choice([3, 5, 9]), chance.choice([20, 60, 1500])
+    rows = torch.tensor(chance.sample(range(1, 6), bs))
+    texts = torch.randint(vocab, (6, length), generator=torch.Generator().manual_seed(seed))
+    ends = torch.tensor([chance.randrange(length + 2) for _ in range(bs)])
+    if chance.random() < 0.2:
+        ends[0] = chance.randrange(4)
+
+    def score() -> float:
+        if chance.random() < 0.1:
+            return chance.choice([LEAST_SCORE, -torch.inf])
+        return -chance.randrange(9) / 8 if is_exact else -3 * chance.random()
+
+    def scores(count: int) -> Tensor:
+        return torch.tensor([[0.0] + [score() for _ in range(count - 1)] for _ in range(bs)])
+
+    trees = [tree_of(chance, width, vocab) for _ in range(bs)]
+    is_chain, has_scores = chance.random() < 0.4, chance.random() < 0.8
+    tokens = torch.tensor([[token for token, _ in tree] for tree in trees])
+    draft = Draft(
+        tokens=tokens,
+        parents=None if is_chain else torch.tensor([[p for _, p in tree] for tree in trees]),
+        widths=None,
+        depth=max(width - 1, 0),
+        scores=scores(width) if has_scores else None,
+    )
+    others = [tree_of(chance, own_nodes, vocab) for _ in range(bs)]
+    own = HostDraft(
+        tokens=torch.tensor([[token for token, _ in tree] for tree in others]),
+        parents=torch.tensor([[p for _, p in tree] for tree in others]),
+        scores=scores(own_nodes),
+        widths=[chance.randint(1, own_nodes) for _ in range(bs)],
+        depth=own_nodes - 1,
+    )
+    widths = [chance.randint(1, width) for _ in range(bs)]
+    novelty = [chance.choice([0.05, 1.0, 8.0, torch.inf]) for _ in range(bs)]
+    given = packed(own if own_nodes > 1 else None, widths, novelty, own_nodes)
+    steps = 0 if is_exact else chance.randint(0, 7)
+    depth = max(draft.depth, own_nodes - 1) + chance.choice([steps, steps // 2])
+    form = Form(chance.randint(1, width + own_nodes - 1), steps, depth)
+    return Case(texts.int(), draft, given, rows, ends, form)
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_kernels_grow_as_torch_does(seed: int, is_exact: bool) -> None:
+    case = case_of(seed, is_exact=is_exact)
+    texts, expected = case.run(grow_in_torch)
+    by_kernels, found = case.run(grow_by_kernels)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+    torch.testing.assert_close(found[2], expected[2])
+    assert torch.equal(texts[:, :-1], by_kernels[:, :-1])
+
+
+@pytest.mark.parametrize("columns", [1, 5])
+def test_kernel_writes_as_torch_does(columns: int) -> None:
+    texts = [torch.zeros(4, 12, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+    rows, ends = (torch.tensor(each, device=DEVICE) for each in ([3, 1], [2, 9]))
+    tokens = torch.arange(2 * columns, device=DEVICE).view(2, -1) + 1
+    write_in_torch(texts[0], tokens, rows, ends)
+    write_by_kernel(texts[1], tokens, rows, ends)
+    assert texts[0][:, :-1].any()
+    assert torch.equal(texts[0][:, :-1], texts[1][:, :-1])
