@@ -379,3 +379,176 @@ int64_t observe(
     }
     return bs;
 }
+
+/* The growth of other algorithms' drafts: path_continuation.py, whose nodes it gives in their order.
+   Scores may be rounded otherwise. */
+
+#define FIELDS 3
+#define PATHS 3
+#define SHORTEST 2
+#define LEAST_SCORE -1e4f
+
+typedef struct {
+    int32_t token, parent, depth;
+    float score, chance;               /* chance: the sum of the scores from the root on */
+} Grown;
+
+typedef struct {
+    int64_t steps, depth;              /* tokens that a path is continued by; the greatest depth */
+    const int32_t *text;
+    int64_t end;                       /* of the text: its root */
+    float novelty;
+} Growth;
+
+static float float_of(int32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* Add the host's nodes which are not there; return the number of all. */
+static int merge(Grown *nodes, int made, const int32_t *own, int64_t own_nodes, int count)
+{
+    int32_t places[own_nodes];
+    places[0] = 0;
+    for (int i = 1; i < count; i++) {
+        const int32_t token = own[i], above = places[own[own_nodes + i]];
+        const float score = float_of(own[2 * own_nodes + i]);
+        int at = 1;
+        while (at < made && (nodes[at].parent != above || nodes[at].token != token)) at++;
+        if (at < made) nodes[at].score = fmaxf(nodes[at].score, score);
+        else nodes[made++] = (Grown){token, above, 0, score, 0};
+        places[i] = at;
+    }
+    return made;
+}
+
+/* Set depths and chances. A node of an ended path, or of none, has no parent from now on. */
+static void survive(Grown *nodes, int made)
+{
+    for (int i = 1; i < made; i++) {
+        Grown *node = &nodes[i];
+        const Grown *above = node->parent >= 0 && node->parent < i ? &nodes[node->parent] : 0;
+        if (above && above->chance > -INFINITY && node->score > LEAST_SCORE) {
+            node->depth = above->depth + 1;
+            node->chance = above->chance + fminf(node->score, 0);
+        } else *node = (Grown){0, -1, 0, -INFINITY, -INFINITY};
+    }
+}
+
+/* Find the place where most tokens up to a node are matched: of equal ones the latest that has
+   enough text after it. Return how many are matched. */
+static int find_path(const Growth *g, const Grown *nodes, int at, int64_t *found)
+{
+    int32_t wanted[nodes[at].depth + LONGEST];
+    int count = 0, longest = 0, room = 0;
+    for (; at; at = nodes[at].parent) wanted[count++] = nodes[at].token;
+    for (int64_t i = g->end; i >= 0 && i > g->end - LONGEST; i--) wanted[count++] = g->text[i];
+    for (int64_t place = g->end - 1; place >= 0; place--) {
+        int length = 0;
+        while (length < count && length <= place && g->text[place - length] == wanted[length]) length++;
+        const int has_room = place + g->steps <= g->end;
+        if (length > longest || (length == longest && has_room > room))
+            longest = length, room = has_room, *found = place;
+    }
+    return longest;
+}
+
+static float score_of(float novelty, int matched)
+{
+    return -log1pf(novelty / (matched * sqrtf(matched)));
+}
+
+/* Append what followed the likeliest paths; return the number of all nodes. */
+static int continue_paths(const Growth *g, Grown *nodes, int made)
+{
+    const int count = made;
+    int matched[count];
+    int64_t places[count];
+    float likely[count];
+    for (int i = 0; i < count; i++) {
+        likely[i] = -INFINITY;
+        if (!(nodes[i].chance > -INFINITY) || nodes[i].depth >= g->depth) continue;
+        matched[i] = find_path(g, nodes, i, &places[i]);
+        if (matched[i] < SHORTEST) continue;
+        int child = 1;
+        while (child < count && (nodes[child].parent != i || nodes[child].token != g->text[places[i] + 1]))
+            child++;
+        if (child == count) likely[i] = nodes[i].chance + score_of(g->novelty, matched[i]);
+    }
+    for (int path = 0; path < PATHS; path++) {
+        int above = 0;
+        for (int i = 1; i < count; i++) if (likely[i] > likely[above]) above = i;
+        if (!(likely[above] > -INFINITY)) break;
+        const int64_t place = places[above];
+        const int length = matched[above];
+        likely[above] = -INFINITY;
+        for (int step = 1; step <= g->steps && place + step <= g->end; step++) {
+            if (nodes[above].depth == g->depth) break;
+            const float score = score_of(g->novelty, length + step - 1);
+            nodes[made] = (Grown){
+                g->text[place + step], above, nodes[above].depth + 1, score, nodes[above].chance + score};
+            above = made++;
+        }
+    }
+    return made;
+}
+
+/* Write the likeliest nodes, of equal ones the first, and absent nodes up to most. */
+static void keep(const Grown *nodes, int made, int most, int64_t *tokens, int64_t *parents, float *scores)
+{
+    int order[made], places[made];
+    for (int i = 0; i < made; i++) {
+        int at = i;
+        for (; at && nodes[order[at - 1]].chance < nodes[i].chance; at--) order[at] = order[at - 1];
+        order[at] = i;
+    }
+    for (int at = 0; at < made; at++) places[order[at]] = at;
+    for (int at = 0; at < most; at++) {
+        const Grown *node = at < made ? &nodes[order[at]] : 0;
+        tokens[at] = node ? node->token : 0;
+        parents[at] = node && node->parent >= 0 ? places[node->parent] : -1;
+        scores[at] = node ? node->score : -INFINITY;
+    }
+}
+
+/* Grow drafts as grow_in_torch does, with whose arguments and results these are; parents and scores
+   may be null. All are contiguous: texts [rows, length], tokens [bs, width], given
+   [bs, FIELDS * (own_nodes + 1)], what is written [bs, most]. */
+void grow(
+    int32_t *texts, int64_t length, const int64_t *rows, const int64_t *ends, const int32_t *given,
+    int64_t own_nodes, const int64_t *tokens, const int64_t *parents, const float *scores, int64_t bs,
+    int64_t width, int64_t steps, int64_t depth, int64_t most, int64_t *new_tokens,
+    int64_t *new_parents, float *new_scores)
+{
+    Grown nodes[width + own_nodes + PATHS * steps];
+    for (int64_t row = 0; row < bs; row++) {
+        const int32_t *own = given + row * FIELDS * (own_nodes + 1), *told = own + FIELDS * own_nodes;
+        int32_t *text = texts + rows[row] * length;
+        const int64_t first = row * width, end = ends[row];
+        if (end < length) text[end] = (int32_t)tokens[first];
+        for (int i = 0; i < told[1]; i++)
+            nodes[i] = (Grown){
+                (int32_t)tokens[first + i], parents ? (int32_t)parents[first + i] : i - 1, 0,
+                scores ? scores[first + i] : 0, 0};
+        nodes[0] = (Grown){(int32_t)tokens[first], -1, 0, 0, 0};
+        int made = merge(nodes, told[1], own, own_nodes, told[0]);
+        survive(nodes, made);
+        const Growth growth = {steps, depth, text, end, float_of(told[2])};
+        if (steps && growth.novelty < INFINITY && end < length)
+            made = continue_paths(&growth, nodes, made);
+        const int64_t at = row * most;
+        keep(nodes, made, (int)most, new_tokens + at, new_parents + at, new_scores + at);
+    }
+}
+
+/* Write tokens [bs, columns] after the positions ends of texts [rows, length]. */
+void write_tokens(
+    int32_t *texts, int64_t length, const int64_t *rows, const int64_t *ends, const int64_t *tokens,
+    int64_t bs, int64_t columns)
+{
+    for (int64_t row = 0; row < bs; row++)
+        for (int64_t i = 0; i < columns && ends[row] + 1 + i < length; i++)
+            texts[rows[row] * length + ends[row] + 1 + i] = (int32_t)tokens[row * columns + i];
+}

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from specplug import Batch, Draft, Runtime, runs_plugin_kernels
+from specplug_ngram.compiled_drafter import load_library
+from specplug_ngram.compiled_growth import CompiledGrowth
 from specplug_ngram.device_texts import MOST_TOKENS, DeviceTexts
 from specplug_ngram.growth_input import Form, packed
 from specplug_ngram.path_continuation import LONGEST, grow_in_torch, write_in_torch
@@ -132,4 +134,8 @@ def _passes_for(device: torch.device) -> tuple[Grow, Write]:
         from specplug_ngram.growth_kernels import grow_by_kernels, write_by_kernel
 
         return grow_by_kernels, write_by_kernel
+    compiled = load_library() if device.type == "cpu" else None
+    if compiled is not None:
+        growth = CompiledGrowth(compiled)
+        return growth.grow, growth.write
     return grow_in_torch, write_in_torch

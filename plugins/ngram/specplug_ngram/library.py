@@ -8,6 +8,7 @@ the trial is quick.
 from __future__ import annotations
 
 import ctypes
+import struct
 import sys
 from ctypes import (
     Structure,
@@ -125,6 +126,13 @@ _SIGNATURES = {
         _POINTER, _POINTER, _POINTER, _POINTER, c_int64, c_double,
         _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER,
     ]),
+    "grow": (None, [
+        _POINTER, c_int64, _POINTER, _POINTER, _POINTER, c_int64, _POINTER, _POINTER, _POINTER,
+        *[c_int64] * 5, _POINTER, _POINTER, _POINTER,
+    ]),
+    "write_tokens": (None, [
+        _POINTER, c_int64, _POINTER, _POINTER, _POINTER, c_int64, c_int64,
+    ]),
 }  # fmt: skip
 
 
@@ -185,5 +193,28 @@ def _try_all(library: ctypes.PyDLL) -> None:
         raise SystemExit(f"error: it drafts {drafted}; expected {expected}")
 
 
+def _try_growth(library: ctypes.PyDLL) -> None:
+    """Write to a text, grow the chain 9, 2 by the host's node 5 and by what follows 1, 2 in the
+    text, and compare."""
+    texts = (c_int32 * 16)(*[0] * 8, 1, 2, 3, 4, 8, 9)
+    rows, ends = (c_int64 * 1)(1), (c_int64 * 1)(5)
+    library.write_tokens(texts, 8, rows, ends, (c_int64 * 3)(6, 7, 7), 1, 3)
+    ends[0] = 6
+    texts[14] = 1
+    half = int.from_bytes(struct.pack("f", -0.5), "little", signed=True)
+    given = (c_int32 * 9)(0, 5, -1, 0, 0, half, 2, 2, 0)
+    tokens, scores = (c_int64 * 2)(1, 2), (c_float * 2)(0, -0.25)
+    made, parents, sums = (c_int64 * 6)(), (c_int64 * 6)(), (c_float * 6)()
+    step = (rows, ends, given, 2, tokens, None, scores, 1, 2)
+    library.grow(texts, 8, *step, 2, 4, 6, made, parents, sums)
+    found = (*texts[8:], *made, *parents, *sums[:5])
+    tree = (1, 2, 3, 4, 5, 0), (-1, 0, 1, 2, 0, -1), (0.0, -0.25, 0.0, 0.0, -0.5)
+    expected = (1, 2, 3, 4, 8, 9, 1, 7, *(each for part in tree for each in part))
+    if found != expected:
+        raise SystemExit(f"error: it grows {found}; expected {expected}")
+
+
 if __name__ == "__main__":
-    _try_all(open_library(sys.argv[1]))
+    loaded = open_library(sys.argv[1])
+    _try_all(loaded)
+    _try_growth(loaded)
