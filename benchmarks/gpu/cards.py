@@ -426,6 +426,22 @@ def publish() -> None:
     host_write(ints(28), ints(28))
 
 
+def grow(width: int, is_chain: bool) -> None:
+    from specplug import Draft
+    from specplug_ngram.growth_input import FIELDS, Form
+    from specplug_ngram.growth_kernels import grow_by_kernels, write_by_kernel
+
+    int32 = partial(empty, dtype=torch.int32)
+    parents = None if is_chain else ints(4, width)
+    draft = Draft(
+        tokens=ints(4, width), parents=parents, widths=None, depth=width - 1,
+        scores=empty(4, width, dtype=F32),
+    )  # fmt: skip
+    texts, given = int32(8, 4097), int32(4, FIELDS * 9)
+    grow_by_kernels(texts, draft, given, ints(4), ints(4), Form(width + 7, 7, width + 6))
+    write_by_kernel(texts, ints(4, 13), ints(4), ints(4))
+
+
 def step_cases(*, extremes: bool) -> Iterator[Case]:
     """What stands around the passes of a step."""
     most = [(262144, F32)]
@@ -439,6 +455,8 @@ def step_cases(*, extremes: bool) -> Iterator[Case]:
         yield f"drafts of {width}", partial(draft, width)
         yield f"scores of {width}", partial(scored_nodes, width)
     yield "4 requests", publish
+    for width, is_chain in ((64, False),) if extremes else ((6, True), (64, False)):
+        yield f"growth of {width}", partial(grow, width, is_chain)
 
 
 GROUPS = {

@@ -48,7 +48,9 @@ def load_compiled(source: Path, trial: Path, opened: Callable[[Path], Opened]) -
 
 
 def runs_plugin_kernels(device: torch.device) -> bool:
-    """Return whether a plugin's own Triton kernels are to run on a device, as ``SPECPLUG_KERNELS``
-    says: not on a machine without Triton, nor on a CPU, unless it interprets them. Where they do
-    not, import no Triton, and let torch compute."""
+    """Return whether a plugin's own Triton kernels are to run on a device.
+
+    ``SPECPLUG_KERNELS`` says so, and whether Triton is there; on a CPU it interprets them, for
+    tests. Where they are not to run import no Triton, and let torch compute.
+    """
     return runs_triton(Operation.PLUGINS_TRITON, device)

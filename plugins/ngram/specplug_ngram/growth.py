@@ -123,7 +123,7 @@ class DraftGrower:
                 continue
             novelties[i] = math.exp(request.drafted.novelty.log)
             known = 1 / (1 + novelties[i] / LONGEST**1.5)
-            expected = sum(known**step for step in range(1, self._steps + 1))
+            expected = known * (1 - known**self._steps) / (1 - known)
             counts[i] = int(PAYS * expected)
         return counts, novelties
 

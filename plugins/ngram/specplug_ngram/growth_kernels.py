@@ -13,12 +13,14 @@ from torch import Tensor
 
 from specplug import Draft
 from specplug_ngram.growth_input import FIELDS, Form
-from specplug_ngram.path_continuation import LEAST_SCORE, LONGEST, PATHS, SHORTEST
+from specplug_ngram.path_continuation import LEAST_SCORE, LONGEST, PATHS, SHORTEST, grow_in_torch
 
 _PLACES = 1 << 15
 """More than the places of a text: a rank is (2 * length + has room) * _PLACES + place."""
 _SPAN = 1024
 """Places of a text that are compared together."""
+_MOST_LANES = 128
+"""Nodes of a request, all that may be added included, that a program holds."""
 
 # A kernel is not compiled anew for what changes from step to step: sizes, and where tensors begin.
 _kernel = triton.jit(
@@ -229,11 +231,13 @@ def _write(tokens, rows, ends, texts, columns, text_length, BLOCK: tl.constexpr)
 def grow_by_kernels(
     texts: Tensor, draft: Draft, given: Tensor, rows: Tensor, ends: Tensor, form: Form
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Grow drafts, as ``path_continuation.grow_in_torch`` does."""
+    """Grow drafts, as ``path_continuation.grow_in_torch`` does, which grows those that are wide."""
     bs, width = draft.tokens.shape
     own_nodes, text_length = given.shape[1] // FIELDS - 1, texts.shape[1]
     nodes, device = width + own_nodes - 1, texts.device
     block = max(16, triton.next_power_of_2(nodes + PATHS * form.steps))
+    if block > _MOST_LANES:
+        return grow_in_torch(texts, draft, given, rows, ends, form)
     places = torch.empty(bs, 4, block, dtype=torch.int32, device=device)
     chances = torch.empty(bs, 2, block, dtype=torch.float32, device=device)
     tokens, parents = torch.empty(2, bs, form.width, dtype=torch.int64, device=device).unbind()

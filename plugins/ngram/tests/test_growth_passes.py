@@ -59,10 +59,12 @@ def tree_of(chance: random.Random, width: int, vocab: int) -> list[tuple[int, in
     return nodes
 
 
-def case_of(seed: int, *, is_exact: bool = False) -> Case:
-    """Draw a case; in an exact one sums of scores are not rounded, and many are equal."""
+def case_of(seed: int, *, is_exact: bool = False, least: int = 1) -> Case:
+    """Draw a case of drafts of at least so many nodes; in an exact one sums of scores are not
+    rounded, and many are equal."""
     chance = random.Random(seed)
-    bs, width, own_nodes = chance.randint(1, 4), chance.randint(1, 9), chance.choice([1, 2, 5, 8])
+    bs, own_nodes = chance.randint(1, 4), chance.choice([1, 2, 5, 8])
+    width = least + chance.randrange(9)
     vocab, length = chance.choice([3, 5, 9]), chance.choice([20, 60, 1500])
     rows = torch.tensor(chance.sample(range(1, 6), bs))
     texts = torch.randint(vocab, (6, length), generator=torch.Generator().manual_seed(seed))
@@ -135,6 +137,13 @@ def test_kernels_grow_as_torch_does(seed: int, is_exact: bool) -> None:
 def test_c_grows_as_torch_does(start: int, is_exact: bool, compiled: CompiledGrowth) -> None:
     for seed in range(start, start + 100):
         check(case_of(seed, is_exact=is_exact), compiled.grow, CPU)
+
+
+@pytest.mark.parametrize("least", [60, 120])
+def test_wide_drafts_grow_alike(least: int, compiled: CompiledGrowth) -> None:
+    for seed in range(4):
+        check(case_of(seed, least=least), grow_by_kernels, DEVICE)
+        check(case_of(seed, least=least), compiled.grow, CPU)
 
 
 @pytest.mark.parametrize("columns", [1, 5])
