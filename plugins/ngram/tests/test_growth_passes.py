@@ -59,6 +59,14 @@ def tree_of(chance: random.Random, width: int, vocab: int) -> list[tuple[int, in
     return nodes
 
 
+def depth_of(tree: list[tuple[int, int]]) -> int:
+    """Return the greatest depth of a node."""
+    depths: list[int] = []
+    for _, parent in tree:
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    return max(depths)
+
+
 def case_of(seed: int, *, is_exact: bool = False, least: int = 1) -> Case:
     """Draw a case of drafts of at least so many nodes; in an exact one sums of scores are not
     rounded, and many are equal."""
@@ -103,7 +111,8 @@ def case_of(seed: int, *, is_exact: bool = False, least: int = 1) -> Case:
     given = packed(own if own_nodes > 1 else None, widths, novelty, own_nodes)
     # Without scores many paths are equal: a sum of more than two terms depends on their order.
     steps = 0 if is_exact else chance.randint(0, 7 if has_scores else 2)
-    depth = max(draft.depth, own_nodes - 1) + chance.choice([steps, steps // 2])
+    deepest = max(map(depth_of, [*trees, *others]))
+    depth = (max(deepest, width - 1) if is_chain else deepest) + chance.choice([steps, steps // 2])
     form = Form(chance.randint(1, width + own_nodes - 1), steps, depth)
     return Case(texts.int(), draft, given, rows, ends, form)
 
@@ -137,6 +146,19 @@ def test_kernels_grow_as_torch_does(seed: int, is_exact: bool) -> None:
 def test_c_grows_as_torch_does(start: int, is_exact: bool, compiled: CompiledGrowth) -> None:
     for seed in range(start, start + 100):
         check(case_of(seed, is_exact=is_exact), compiled.grow, CPU)
+
+
+@pytest.mark.parametrize("depth", [2, 3, 5, 9])
+def test_continued_paths_end_at_the_depth(depth: int, compiled: CompiledGrowth) -> None:
+    text = torch.arange(30, dtype=torch.int32).remainder(10).unsqueeze(0)
+    draft = Draft.chain(torch.tensor([[5, 6, 7]]))
+    given = packed(None, [3], [1.0], 1)
+    rows, ends = torch.tensor([0]), torch.tensor([25])
+    case = Case(text, draft, given, rows, ends, Form(12, 7, depth))
+    check(case, grow_by_kernels, DEVICE)
+    check(case, compiled.grow, CPU)
+    _, (_, parents, _) = case.run(grow_in_torch, CPU)
+    assert int((parents >= 0).sum()) == depth
 
 
 @pytest.mark.parametrize("least", [60, 120])
