@@ -9,6 +9,7 @@ nodes that are worth their cost.
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import TYPE_CHECKING
 
 from specplug import AlgorithmInfo, Capabilities, Defaults, SpecConfig, hookimpl
@@ -86,7 +87,7 @@ class Ngram:
         if batch.is_prefill:
             worker.read_prompts(batch.requests, batch.chunk_ends)
             if worker.grower is not None:
-                worker.grower.forget_rows(batch)
+                worker.grower.forget_rows(compress(batch.requests, batch.first_chunk))
             tokens = target_output.bonus_tokens.unsqueeze(1)
             counts = torch.tensor(batch.last_chunk, dtype=torch.int64)
         else:
@@ -109,6 +110,8 @@ class Ngram:
         worker: NgramWorker = runtime.worker
         ends = [len(request.prompt_token_ids) for request in batch.requests]
         worker.read_prompts(batch.requests, ends)
+        if worker.grower is not None:
+            worker.grower.forget_rows(batch.requests)
         ones = torch.ones(batch.size, dtype=torch.int64)
         new = {"tokens": last_tokens.unsqueeze(1), "counts": ones}
         return DraftInput(bonus_tokens=last_tokens, host=new)

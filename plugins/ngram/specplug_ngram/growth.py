@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from specplug import Batch, Draft, Runtime, runs_plugin_kernels
+from specplug import Batch, Draft, RequestView, Runtime, runs_plugin_kernels
 from specplug_ngram.compiled_drafter import load_library
 from specplug_ngram.compiled_growth import CompiledGrowth
 from specplug_ngram.device_texts import MOST_TOKENS, DeviceTexts
@@ -54,11 +54,10 @@ class DraftGrower:
         """Forget a request that has ended."""
         self._texts.forget(request_id)
 
-    def forget_rows(self, batch: Batch) -> None:
-        """Forget where the texts of a prefill's requests stood that have just got their rows."""
-        for view, is_first in zip(batch.requests, batch.first_chunk, strict=True):
-            if is_first:
-                self._texts.forget(view.request_id)
+    def forget_rows(self, requests: Iterable[RequestView]) -> None:
+        """Forget where the texts of requests stood that have just got their rows."""
+        for view in requests:
+            self._texts.forget(view.request_id)
 
     def grow(self, batch: Batch, draft: Draft) -> Draft:
         """Return a draft with more nodes.

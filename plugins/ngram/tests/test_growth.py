@@ -213,6 +213,37 @@ def test_growth_to_few_widths_has_the_same_tokens(
     assert seen[False] <= seen[True], "no form is new when requests come"
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_texts_are_those_of_the_requests(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks, from cached prefixes, and in other rows after requests were retracted."""
+    seen: list[int] = []
+    grow = DraftGrower.grow
+
+    def watched(self: DraftGrower, batch: Batch, draft: Draft) -> Draft:
+        found = grow(self, batch, draft)
+        places = batch.req_indices.tolist(), batch.seq_lens.tolist(), draft.tokens[:, 0].tolist()
+        for view, row, end, root in zip(batch.requests, *places, strict=True):
+            text = self._texts.tokens[row].tolist()
+            known = list(view.token_ids[:end])
+            assert text[: len(known)] == known
+            if found is not draft:
+                assert text[end] == root
+            seen.append(row)
+        return found
+
+    monkeypatch.setattr(DraftGrower, "grow", watched)
+    settings: Any = {"device": "cpu", "dtype": "float32", "max_total_tokens": 200, "page_size": 4}
+    settings |= {"max_running_requests": 4, "chunked_prefill_size": 16}
+    settings["disable_overlap_schedule"] = not overlap
+    prompts = [PROMPTS[0] + str(number) for number in range(6)]
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    with LLM(speculative_algorithm="EAGLE3+NGRAM", **settings) as llm:
+        outputs = llm.generate(prompts, params)
+        assert llm.stats()["retractions"] > 0
+    assert len(set(seen)) > 1
+    assert len(outputs) == 6
+
+
 def test_ended_requests_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECPLUG_DEBUG", "1")
     with LLM(speculative_algorithm="EAGLE3+NGRAM", device="cpu", max_total_tokens=512) as llm:
