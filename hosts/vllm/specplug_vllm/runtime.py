@@ -194,6 +194,12 @@ class VllmRuntime(RuntimeBase):
         return tuple(sorted({layer for layers in self.captures.values() for layer in layers}))
 
     @property
+    def draft_layer_names(self) -> set[str]:
+        """The names by which vLLM knows the draft models' layers."""
+        known = self._vllm_config.compilation_config.static_forward_context
+        return {name for name in known if name.startswith(PREFIX)}
+
+    @property
     def records_passes(self) -> bool:
         """Whether there are passes that are recorded when they first run."""
         return self._records and bool(self._draft_passes)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
@@ -17,22 +16,32 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-from specplug.speculative.host_copy import upload
 from specplug.speculative.host_kernels import Operation, runs_triton
+from specplug_vllm.versions import installed_version
+
+_IS_OLD = installed_version() == "0.25.0"
+"""Whether vLLM's calls have the form of that version."""
 
 
 class ExactSampler(RejectionSampler):
     """Takes the place of vLLM's rejection sampler, whose tokens depend on what was drafted."""
 
     def __call__(
-        self, logits: Tensor, input_batch: Any, draft_logits: Tensor | None = None
+        self,
+        logits: Tensor,
+        input_batch: Any,
+        draft_logits: Tensor | None = None,
+        invalid_drafts: Tensor | None = None,
     ) -> SamplerOutput:
         """Sample after each node, and accept the drafts that agree.
 
         Args:
             logits: [T, V], T nodes of n requests.
-            input_batch: vLLM's.
+            input_batch: vLLM's. What its arrays on the CPU say of nodes is how many were scheduled;
+                adaptive verification has cut them on the device.
             draft_logits: not used.
+            invalid_drafts: [T] bool, the nodes that a grammar forbids: vLLM masks nothing after
+                them.
 
         Returns:
             Tokens [n, most nodes], of which the first so many of each request count.
@@ -40,30 +49,27 @@ class ExactSampler(RejectionSampler):
         sampler = self.sampler
         num_nans = get_num_nans(logits) if sampler.compute_nans else None
         nodes = input_batch.input_ids[input_batch.logits_indices]
+        positions = input_batch.positions[input_batch.logits_indices]
         most_logprobs = sampler.sampling_states.max_num_logprobs(input_batch.idx_mapping_np)
-        chosen, processed = sampler.sample(
-            logits,
-            input_batch.expanded_idx_mapping,
-            input_batch.idx_mapping_np,
-            input_batch.positions[input_batch.logits_indices],
-            nodes,
-            input_batch.expanded_local_pos,
-            return_logprobs=most_logprobs != NO_LOGPROBS,
+        chosen, processed = self._sample(
+            logits, input_batch, positions, nodes, return_logprobs=most_logprobs != NO_LOGPROBS
         )
+        prefill_len = sampler.req_states.prefill_len.gpu
+        drafted = _drafted(nodes, positions, input_batch, prefill_len)
+        if invalid_drafts is not None:
+            drafted = drafted.masked_fill(invalid_drafts, -1)
         width = self.num_speculative_steps + 1
-        tokens, counts = accept(
-            chosen, _drafted(nodes, input_batch), input_batch.cu_num_logits, width
-        )
-        by_processed = sampler.logprobs_mode == "processed_logprobs"
-        logprobs = self._get_logprobs_tensors(
-            input_batch, tokens, counts, processed if by_processed else logits
+        tokens, counts = accept(chosen, drafted, input_batch.cu_num_logits, width)
+        by_processed = sampler.logprobs_mode.startswith("processed")
+        logprobs = self._logprobs(
+            input_batch, tokens, counts, processed if by_processed else logits, most_logprobs
         )
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             counts,
             input_batch.seq_lens,
             input_batch.cu_num_logits,
             input_batch.idx_mapping,
-            sampler.req_states.prefill_len.gpu,
+            prefill_len,
         )
         return SamplerOutput(
             sampled_token_ids=tokens,
@@ -73,17 +79,56 @@ class ExactSampler(RejectionSampler):
             num_rejected=num_rejected,
         )
 
+    def _sample(
+        self,
+        logits: Tensor,
+        batch: Any,
+        positions: Tensor,
+        nodes: Tensor,
+        *,
+        return_logprobs: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the token of vLLM's plain sampler after each node, and the logits that it chose
+        by."""
+        sample, places = self.sampler.sample, batch.expanded_local_pos
+        if _IS_OLD:
+            requests = (batch.expanded_idx_mapping, batch.idx_mapping_np)
+            return sample(logits, *requests, positions, nodes, places, return_logprobs)
+        return sample(
+            logits,
+            batch.expanded_idx_mapping,
+            batch.idx_mapping,
+            batch.idx_mapping_np,
+            positions,
+            nodes,
+            places,
+            batch.seq_lens_cpu_upper_bound.numpy(),
+            return_logprobs,
+        )
 
-def _drafted(nodes: Tensor, input_batch: Any) -> Tensor:
+    def _logprobs(
+        self, batch: Any, tokens: Tensor, counts: Tensor, logits: Tensor, most: int
+    ) -> Any:
+        """Return the log-probabilities of what requests got; None if none asks for them."""
+        if _IS_OLD:
+            return self._get_logprobs_tensors(batch, tokens, counts, logits)
+        nodes = batch.cu_num_logits, batch.cu_num_logits_np
+        return self._get_logprobs_tensors(tokens, counts, logits, *nodes, most)
+
+
+def _drafted(nodes: Tensor, positions: Tensor, input_batch: Any, prefill_len: Tensor) -> Tensor:
     """Return the nodes' tokens [T], -1 for requests whose prompt was not computed before: vLLM
-    fills their drafts up, for the sake of equal widths."""
+    fills their drafts up, for the sake of equal widths.
+
+    Args:
+        positions: [T] of the nodes.
+        prefill_len: [rows] tokens of each request that count as its prompt.
+    """
     drafts = input_batch.num_draft_tokens_per_req
-    filled = input_batch.is_prefilling_np & (drafts > 0)
-    if not filled.any():
+    if not (input_batch.is_prefilling_np & (drafts > 0)).any():
         return nodes
-    starts = input_batch.cu_num_logits_np
-    places = [np.arange(starts[i], starts[i + 1]) for i in np.nonzero(filled)[0]]
-    return nodes.index_fill(0, upload(np.concatenate(places), nodes.device), -1)
+    roots = positions - input_batch.expanded_local_pos
+    return nodes.masked_fill(roots < prefill_len[input_batch.expanded_idx_mapping], -1)
 
 
 def accept(chosen: Tensor, drafted: Tensor, starts: Tensor, width: int) -> tuple[Tensor, Tensor]:

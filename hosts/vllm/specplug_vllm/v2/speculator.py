@@ -83,15 +83,18 @@ class VllmSpeculator(DraftModelSpeculator):
         self._runtime = runtime = self.run.runtime
         self._step_hooks = StepHooks(runtime, order, self._views)
         self.captured_layers = runtime.captured_layers
+        self.draft_attn_layer_names = runtime.draft_layer_names
 
-    def set_attn(self, model_state: Any, kv_cache_config: Any, block_tables: Any) -> None:
+    def set_attn(
+        self, model_state: Any, kv_cache_config: Any, block_tables: Any, *of_target: Any
+    ) -> None:
         """Note where the draft models' blocks are told."""
         self._cache_config, self._block_tables = kv_cache_config, block_tables
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Do nothing: ``Runtime.record_draft`` records."""
 
-    def capture(self, attn_states: Any) -> None:
+    def capture(self, attn_states: Any = None) -> None:
         """Record the draft models' passes, where they are recorded, as far as vLLM recorded the
         target's. Larger batches are recorded when they first come."""
         if not self._runtime.records_passes:
@@ -114,11 +117,9 @@ class VllmSpeculator(DraftModelSpeculator):
         next_prefill_tokens: Tensor,
         temperature: Tensor,
         seeds: Tensor,
-        num_tokens_across_dp: Tensor | None = None,
+        *,
         dummy_run: bool = False,
-        skip_attn_for_dummy_run: bool = False,
-        mm_inputs: Any = None,
-        is_profile: bool = False,
+        **more: Any,
     ) -> Tensor:
         """Return the tokens to verify next: [n, num_speculative_tokens] int64.
 

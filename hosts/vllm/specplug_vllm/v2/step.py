@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specplug.speculative.host_copy import upload
+from specplug_vllm.v1.step_rows import ranges
 from specplug_vllm.v2.payoff import DecodeStep
 
 _WARM_UP = "_warmup_", "_v2_mixed_warmup"
@@ -66,8 +68,7 @@ class Step:
     Attributes:
         ids: of the requests.
         rows: [n] int64, each one's row of the request table; row 0 is padding.
-        widths: [n] int, rows of each request in the pass.
-        first_rows: [n] int, where they begin.
+        widths: [n] int, rows of each request in the pass, or the most of a request that verifies.
         prefills: [n] bool, whose prompt was not computed before the step.
         starts: [n] int, tokens with KV before the step; of requests that decode the most it can be.
         prefill_lens: [n] int, tokens of each that count as its prompt.
@@ -75,7 +76,8 @@ class Step:
         greedy: whether all take their likeliest tokens.
         is_warm_up: whether the requests are made up, by vLLM's own warm-up or by ``WarmUp``.
         idx_mapping: [n] int32, ``rows`` - 1 on the device.
-        query_start_loc: [n or more] int32, ``first_rows`` on the device.
+        query_start_loc: [n or more] int32, where the rows of each begin. Adaptive verification has
+            cut drafts on the device: it is known there alone.
         positions, tokens: [R or more], of the rows of the pass.
         num_sampled: [n] int32, tokens sampled for each; 0 if its prompt goes on.
         last_sampled_by_row: [rows - 1, 1] int64, the last one of each request, without row 0.
@@ -86,7 +88,6 @@ class Step:
     ids: list[str]
     rows: np.ndarray
     widths: np.ndarray
-    first_rows: np.ndarray
     prefills: np.ndarray
     starts: np.ndarray
     prefill_lens: np.ndarray
@@ -118,6 +119,19 @@ class Step:
         ended: np.ndarray = np.minimum(self.starts + self.widths, self.prefill_lens)
         return ended
 
+    def first_rows(self, chosen: np.ndarray, counts: np.ndarray) -> Tensor:
+        """Return the first so many rows of some requests, one request after the other.
+
+        Args:
+            chosen: [m] int, their indices.
+            counts: [m] int.
+        """
+        places = ranges(np.zeros_like(counts), counts)
+        requests, offsets = upload(
+            np.stack((np.repeat(chosen, counts), places)), self.query_start_loc.device
+        )
+        return self.query_start_loc[requests] + offsets
+
     @classmethod
     def of(
         cls,
@@ -136,13 +150,12 @@ class Step:
             last_sampled: of all rows but row 0.
             layers: whose inputs ``aux_hidden_states`` are, in their order.
         """
-        count, known = batch.num_reqs, batch.idx_mapping_np
+        known = batch.idx_mapping_np
         temperatures = runner.sampler.sampling_states.temperature.np[known]
         return cls(
             ids=batch.req_ids,
             rows=known.astype(np.int64) + 1,
             widths=batch.num_scheduled_tokens.astype(np.int64),
-            first_rows=batch.query_start_loc_np[:count].astype(np.int64),
             prefills=batch.is_prefilling_np,
             starts=batch.num_computed_tokens_np.astype(np.int64),
             prefill_lens=batch.prefill_len_np.astype(np.int64),

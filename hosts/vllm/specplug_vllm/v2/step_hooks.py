@@ -17,7 +17,6 @@ from specplug.speculative.hook_order import Committed, ForwardMode, Half, HookOr
 from specplug.speculative.host_copy import upload
 from specplug_vllm.request_view import VllmRequest
 from specplug_vllm.runtime import VllmRuntime
-from specplug_vllm.v1.step_rows import ranges
 from specplug_vllm.v2.committed_rows import CommittedRows
 from specplug_vllm.v2.step import Step
 from specplug_vllm.vllm_stages import drafted_tokens, feed_chunks, prefilled_chunks
@@ -49,7 +48,7 @@ class StepHooks:
             first: [n] bool, whose first chunk it is.
         """
         starts, ends = step.starts[chosen], step.ends[chosen]
-        rows = upload(ranges(step.first_rows[chosen], ends - starts), self._runtime.device)
+        rows = step.first_rows(chosen, ends - starts)
         chunks = prefilled_chunks(
             self._views_of(step, chosen),
             self._of(step.req_indices, chosen),

@@ -89,7 +89,6 @@ class WarmUp:
             ids=self._ids(size),
             rows=np.arange(1, size + 1),
             widths=widths,
-            first_rows=firsts,
             prefills=prefills,
             starts=starts,
             prefill_lens=np.where(prefills, widths, starts),
