@@ -105,6 +105,12 @@ def runs_on_v2(vllm_config: Any) -> bool:
     return installed_version() in WITH_RUNNER_V2 and bool(vllm_config.use_v2_model_runner)
 
 
+def verifies_adaptively(vllm_config: Any) -> bool:
+    """Return whether vLLM verifies as much of what is drafted as pays. Version 0.25.0 has no such
+    setting."""
+    return bool(getattr(vllm_config.speculative_config, "enable_adaptive_verification", False))
+
+
 def pauses(vllm_config: Any) -> bool:
     """Return whether a run of ours stops drafting while that is slower: what each step drafts is
     then vLLM's scheduler's to say."""
@@ -121,6 +127,9 @@ def _always_drafts(vllm_config: Any) -> str:
     if not vllm_config.scheduler_config.async_scheduling:
         # vLLM's scheduler then takes as many tokens as the runner can draft, whatever was wanted.
         return "vLLM without async_scheduling"
+    if verifies_adaptively(vllm_config):
+        # vLLM verifies none of what was drafted where that pays, and measures it.
+        return "vLLM with enable_adaptive_verification"
     # Ranks that wait for one another all draft, or none.
     size = vllm_config.parallel_config.data_parallel_size
     return f"data_parallel_size={size}" if size > 1 else ""

@@ -74,15 +74,15 @@ def feed_chunks(
     order.feed(chunks, order.commit_chunks(chunks, after, per_node), plan)
 
 
-def drafted_tokens(draft: Draft, algorithm: str) -> Tensor:
-    """Return the tokens of drafts after their roots, [m, N - 1] int64.
+def chains(draft: Draft, algorithm: str) -> Draft:
+    """Return drafts that are chains.
 
     Raises:
-        PluginError: it is a tree.
+        PluginError: they are trees.
     """
     if not draft.is_chain:
         raise PluginError(
             f"{algorithm}: propose() returned a tree with topk=1; expected a chain, as vLLM "
             "verifies nothing else; fix the plugin"
         )
-    return draft.tokens[:, 1:]
+    return draft

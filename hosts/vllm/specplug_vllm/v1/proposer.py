@@ -27,7 +27,7 @@ from specplug_vllm.v1 import names as v1_names
 from specplug_vllm.v1.request_rows import RequestRows
 from specplug_vllm.v1.step import RunnerStep
 from specplug_vllm.v1.step_rows import accepted, first_rows, ranges
-from specplug_vllm.vllm_stages import drafted_tokens, feed_chunks, prefilled_chunks
+from specplug_vllm.vllm_stages import chains, feed_chunks, prefilled_chunks
 
 
 class VllmProposer:
@@ -198,7 +198,7 @@ class VllmProposer:
             )
         )
         draft = drafted.draft
-        tokens = drafted_tokens(draft, self.run.config.algorithm).tolist()
+        tokens = chains(draft, self.run.config.algorithm).tokens[:, 1:].tolist()
         widths = draft.widths or (draft.width,) * len(chosen)
         for index, row, width in zip(chosen, tokens, widths, strict=True):
             drafts[index] = row[: width - 1]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from specplug import PluginError
+from specplug import Draft, PluginError
 from specplug.speculative.buckets import batch_sizes
 from specplug.speculative.host_copy import upload
 from specplug.speculative.undrafted import FAILED
@@ -24,8 +24,9 @@ from specplug_vllm import vllm_names
 from specplug_vllm.draft_cache import PREFIX
 from specplug_vllm.hosted_run import HostedRun
 from specplug_vllm.request_view import VllmRequest
-from specplug_vllm.run_settings import pauses
+from specplug_vllm.run_settings import pauses, verifies_adaptively
 from specplug_vllm.v2 import names as v2_names
+from specplug_vllm.v2.confidences import confidences
 from specplug_vllm.v2.exact_sampler import ExactSampler
 from specplug_vllm.v2.step import Step, new_blocks, new_requests
 from specplug_vllm.v2.step_hooks import StepHooks
@@ -64,6 +65,8 @@ class VllmSpeculator(DraftModelSpeculator):
         self._fresh: dict[str, int] = {}
         self._blocks: list[tuple[str, Sequence[Sequence[int]]]] = []
         self._failed = np.zeros(self.max_num_reqs + 1, dtype=bool)
+        self._verifies_adaptively = verifies_adaptively(vllm_config)
+        self._told_of_no_scores = False
 
     @property
     def undrafted(self) -> int:
@@ -210,23 +213,39 @@ class VllmSpeculator(DraftModelSpeculator):
             self._guard(step, decode, feed)
         ready = ~step.prefills | (step.ends == step.prefill_lens)
         chosen = np.nonzero(ready & ~self._failed[step.rows])[0]
-        drafted = None
+        draft = None
         if len(chosen) and wanted:
-            drafted = self._guard(step, chosen, partial(hooks.draft, step, chosen, wanted))
-        return self._filled_up(step, chosen, drafted)
+            draft = self._guard(step, chosen, partial(hooks.draft, step, chosen, wanted))
+        if self._verifies_adaptively:
+            self._tell_confidences(step, chosen, draft)
+        return self._filled_up(step, chosen, None if draft is None else draft.tokens[:, 1:])
 
     def _filled_up(self, step: Step, chosen: np.ndarray, drafted: Tensor | None) -> Tensor:
-        """Return the drafts of some requests [m, …] as those of all, [n, num_speculative_tokens],
-        with token 0 where there is none."""
+        """Return what some requests [m, …] have for each drafted token as that of all requests,
+        [n, num_speculative_tokens], with 0 where there is none."""
         size = len(step.ids), self.num_speculative_steps
         if drafted is not None and drafted.shape == size:
             return drafted
-        drafts = torch.zeros(size, dtype=torch.int64, device=self.device)
-        if drafted is not None and len(chosen) == len(drafts):
-            drafts[:, : drafted.shape[1]] = drafted
+        dtype = torch.int64 if drafted is None else drafted.dtype
+        of_all = torch.zeros(size, dtype=dtype, device=self.device)
+        if drafted is not None and len(chosen) == len(of_all):
+            of_all[:, : drafted.shape[1]] = drafted
         elif drafted is not None:
-            drafts[upload(chosen, self.device), : drafted.shape[1]] = drafted
-        return drafts
+            of_all[upload(chosen, self.device), : drafted.shape[1]] = drafted
+        return of_all
+
+    def _tell_confidences(self, step: Step, chosen: np.ndarray, draft: Draft | None) -> None:
+        """Write what adaptive verification cuts by: vLLM reads it after ``propose``, of the
+        requests in their order. Nothing is worth verifying where nothing was drafted."""
+        if draft is not None and draft.scores is None and not self._told_of_no_scores:
+            self._told_of_no_scores = True
+            vllm_names.log_warning(
+                f"{self.run.config.algorithm} gives no scores: adaptive verification takes each of "
+                "its tokens for one that is accepted."
+            )
+        told = None if draft is None else confidences(draft)
+        of_all = self._filled_up(step, chosen, told)
+        self.draft_token_confidence_probs[: len(of_all)].copy_(of_all)
 
     def _begin(self, step: Step) -> np.ndarray:
         """Give rows to the requests that begin and slots to those with new blocks. Return which of

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specplug import Batch, CommittedOutput
+from specplug import Batch, CommittedOutput, Draft
 from specplug.speculative.hook_order import Committed, ForwardMode, Half, HookOrder, Scheduled
 from specplug.speculative.host_copy import upload
 from specplug_vllm.request_view import VllmRequest
 from specplug_vllm.runtime import VllmRuntime
 from specplug_vllm.v2.committed_rows import CommittedRows
 from specplug_vllm.v2.step import Step
-from specplug_vllm.vllm_stages import drafted_tokens, feed_chunks, prefilled_chunks
+from specplug_vllm.vllm_stages import chains, feed_chunks, prefilled_chunks
 
 
 class StepHooks:
@@ -91,12 +91,11 @@ class StepHooks:
         half = Half(req_indices=got.req_indices, batch=batch)
         self._order.feed(half, Committed(got.ends, output))
 
-    def draft(self, step: Step, chosen: np.ndarray, wanted: int) -> Tensor:
-        """Return at most so many drafted tokens for each of the requests that decode next, [m, …]
-        int64.
+    def draft(self, step: Step, chosen: np.ndarray, wanted: int) -> Draft:
+        """Return chains of at most so many drafted tokens for the m requests that decode next.
 
         Raises:
-            PluginError: it is a tree.
+            PluginError: they are trees.
         """
         most = (min(self._runtime.config.num_draft_tokens, wanted + 1),) * len(chosen)
         rows, batch_rows = self._next_rows(step, chosen)
@@ -110,7 +109,7 @@ class StepHooks:
                 batch_rows=batch_rows,
             )
         )
-        return drafted_tokens(drafted.draft, self._runtime.config.algorithm)
+        return chains(drafted.draft, self._runtime.config.algorithm)
 
     def _next_rows(self, step: Step, chosen: np.ndarray) -> tuple[Tensor, Tensor | None]:
         """Return the rows of requests of the step, and a copy where all of it decoded: both are
