@@ -79,6 +79,9 @@ class Names:
             owner = attrgetter(part)(runner) if part else runner
             place = ".".join(filter(None, (type(runner).__name__, part)))
             _compare(place, [name for name in _split(names) if hasattr(owner, name)], names)
+        found = self.of_version.get(installed_version() or "")
+        if found is not None:
+            found.check_runner(runner)
 
     def write(self, runner: Any, name: str, value: Any) -> None:
         """Set an attribute of a model runner, one of ``written``."""

@@ -158,12 +158,14 @@ class Engines:
         settings: dict[str, Any] | None = None,
         *,
         schedule: list[list[int]] | None = None,
+        adaptive: bool = False,
         **more: Any,
     ) -> Hosted:
         """Make an engine that nobody shares.
 
         Args:
             schedule: vLLM's own, of how much to draft by the number of requests.
+            adaptive: whether vLLM verifies only as much of what is drafted as pays.
         """
         speculative = None
         if algorithm is not None:
@@ -171,6 +173,7 @@ class Engines:
                 "model": f"specplug_vllm.{algorithm}",
                 "num_speculative_tokens": tokens,
                 **({} if schedule is None else {"num_speculative_tokens_per_batch_size": schedule}),
+                **({"enable_adaptive_verification": True} if adaptive else {}),
             }
         made = Hosted(
             vllm.LLM(

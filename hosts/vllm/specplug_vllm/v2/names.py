@@ -117,9 +117,19 @@ NAMES = Names(
                 ),
             },
             fields={"vllm.config:SpeculativeConfig": "enable_adaptive_verification"},
+            runner={
+                "speculator": "draft_token_confidence_probs",
+                "step_timing": "_collecting",
+            },
         ),
     },
 )
+
+
+def is_timed(runner: Any) -> bool:
+    """Return whether a runner is timing dummy steps, for adaptive verification."""
+    timed: bool = runner.step_timing._collecting
+    return timed
 
 
 def draft_group(kv_cache_config: Any, block_tables: Any, prefix: str) -> tuple[int, int, int]:

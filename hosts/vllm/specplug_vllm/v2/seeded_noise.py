@@ -6,13 +6,21 @@ the noise favours at a position, whatever is drafted.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from specplug.speculative.host_kernels import Operation, runs_triton
+from specplug_vllm.versions import installed_version
+
+_IS_OLD = installed_version() == "0.25.0"
+"""Whether vLLM hashes as that version does, by Philox; later by MurmurHash3."""
 
 _BLOCK = 1024
 _MASK = (1 << 32) - 1
+_MOST = 1 - 2**-24
+"""The greatest number below 1. vLLM 0.32.0 counts a greater one as this, too; 0.25.0 draws none."""
 _LEAST = 4.6566127342e-10
 """The least uniform number above 0 that Triton's ``rand`` gives, and what it multiplies with."""
 
@@ -49,22 +57,20 @@ class SamplingRows:
             positions: [bs, w] int64 of the tokens that are chosen.
             token_ids: [V] int64.
         """
-        made = self._uniform(req_indices, positions, token_ids)
+        made = self._uniform(req_indices, positions, token_ids).clamp_(max=_MOST)
         made.neg_().log1p_().neg_().log_().neg_()
         greedy = self._temperatures[req_indices] == 0
         return made.masked_fill_(greedy.view(-1, 1, 1), 0.0)
 
     def _uniform(self, req_indices: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-        """Hash as vLLM's sampler does: numbers above 0 and below 1, [bs, w, V] float32."""
-        # vLLM counts the position of the token before the one that is chosen.
+        """Hash as vLLM's sampler does: numbers above 0 and up to 1, [bs, w, V] float32."""
         if not runs_triton(Operation.NOISE, positions.device):
-            seeds = self._seeds[req_indices].unsqueeze(1)
-            hashed = _philox(seeds, positions - 1).unsqueeze(2)
-            return _uniform_of(_philox(hashed, token_ids & _MASK))
+            # vLLM counts the position of the token before the one that is chosen.
+            seeds, before = self._seeds[req_indices].view(-1, 1, 1), positions.unsqueeze(2) - 1
+            return _uniform_in_torch(seeds, before, token_ids)
         import triton
 
-        from specplug_vllm.v2.kernels import hash_uniformly
-
+        hash_uniformly = _kernel()
         bs, width = positions.shape
         made = torch.empty(bs, width, len(token_ids), device=positions.device)
         grid = bs * width, triton.cdiv(len(token_ids), _BLOCK)
@@ -79,6 +85,32 @@ class SamplingRows:
             BLOCK=_BLOCK,
         )
         return made
+
+
+def _kernel() -> Any:
+    """Return the kernel of the installed vLLM's hash."""
+    if _IS_OLD:
+        from specplug_vllm.v2.kernels import hash_uniformly
+
+        return hash_uniformly
+    from specplug_vllm.v2 import murmur_noise
+
+    return murmur_noise.hash_uniformly
+
+
+def _uniform_in_torch(seeds: Tensor, before: Tensor, token_ids: Tensor) -> Tensor:
+    """Return what the kernel computes.
+
+    Args:
+        seeds: [bs, 1, 1] int64.
+        before: [bs, w, 1] int64, the position before each one.
+        token_ids: [V] int64.
+    """
+    if _IS_OLD:
+        return _uniform_of(_philox(_philox(seeds, before), token_ids & _MASK))
+    from specplug_vllm.v2.murmur_noise import uniform_in_torch
+
+    return uniform_in_torch(seeds, before, token_ids)
 
 
 def _philox(seeds: Tensor, counters: Tensor) -> Tensor:

@@ -67,6 +67,7 @@ class VllmSpeculator(DraftModelSpeculator):
         self._failed = np.zeros(self.max_num_reqs + 1, dtype=bool)
         self._verifies_adaptively = verifies_adaptively(vllm_config)
         self._told_of_no_scores = False
+        self._timed_sizes: set[int] = set()
 
     @property
     def undrafted(self) -> int:
@@ -130,6 +131,8 @@ class VllmSpeculator(DraftModelSpeculator):
         gave and then drafts, as ``StepHooks`` says.
         """
         if dummy_run:
+            if self._verifies_adaptively and v2_names.is_timed(self._runner):
+                self._take_timed_step(input_batch.num_reqs)
             return torch.zeros_like(self.draft_tokens[: input_batch.num_reqs])
         step = Step.of(
             self._runner,
@@ -183,19 +186,35 @@ class VllmSpeculator(DraftModelSpeculator):
     @torch.inference_mode()
     def _warm_up(self, sizes: Sequence[int]) -> None:
         """Take steps of made-up requests, in batches of these sizes."""
-        columns, steps = self.num_speculative_steps + 1, self.decode_steps
-        warm_up = WarmUp(
-            runtime=self._runtime, sizes=sizes, columns=columns, pauses=pauses(self.vllm_config)
+        for step, drafts in self._warm_up_of(sizes).steps():
+            self._take_made_up(step, drafts=drafts)
+
+    def _take_timed_step(self, size: int) -> None:
+        """Draft as for so many requests, while vLLM takes the time: adaptive verification weighs
+        it. The first of its several steps of a size has their prompts in it, too."""
+        steps = [*self._warm_up_of([size]).timed(size)]
+        for step in steps if size not in self._timed_sizes else steps[1:]:
+            self._take_made_up(step, drafts=True)
+        self._timed_sizes.add(size)
+
+    def _warm_up_of(self, sizes: Sequence[int]) -> WarmUp:
+        return WarmUp(
+            runtime=self._runtime,
+            sizes=sizes,
+            columns=self.num_speculative_steps + 1,
+            pauses=pauses(self.vllm_config),
         )
-        for step, drafts in warm_up.steps():
-            requests = warm_up_requests(step)
-            for request in requests:
-                self._views[request.req_id] = VllmRequest(request, self.max_model_len)
-            self._fresh.update((step.ids[index], 0) for index in np.nonzero(step.prefills)[0])
-            self._next_drafts(step, self.num_speculative_steps if drafts else 0)
-            for request in requests:
-                del self._views[request.req_id]
-            self._failed[:] = False
+
+    def _take_made_up(self, step: Step, *, drafts: bool) -> None:
+        """Take a step of made-up requests, and leave nothing of it but what it has compiled."""
+        requests, steps = warm_up_requests(step), self.decode_steps
+        for request in requests:
+            self._views[request.req_id] = VllmRequest(request, self.max_model_len)
+        self._fresh.update((step.ids[index], 0) for index in np.nonzero(step.prefills)[0])
+        self._next_drafts(step, self.num_speculative_steps if drafts else 0)
+        for request in requests:
+            del self._views[request.req_id]
+        self._failed[:] = False
         self.decode_steps = steps
 
     def _next_drafts(self, step: Step, wanted: int) -> Tensor:

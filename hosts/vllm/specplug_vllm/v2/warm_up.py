@@ -63,6 +63,11 @@ class WarmUp:
                 for width, drafts in forms:
                     yield self._step([width] * size, greedy=greedy), drafts
 
+    def timed(self, size: int) -> Iterator[Step]:
+        """Yield a step of so many prompts, and one in which these requests verify drafts."""
+        yield self._step([self._short] * size, prompts=size)
+        yield self._step([self.columns] * size)
+
     @property
     def _short(self) -> int:
         most: int = self.runtime.context_len - self.columns
