@@ -8,10 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from specplug import UsageError
 from specplug_vllm import vllm_names
-from specplug_vllm.run_settings import algorithm_of, lookahead_of, pauses, runs_on_v2
+from specplug_vllm.run_settings import (
+    algorithm_of,
+    lookahead_of,
+    pauses,
+    runs_on_v2,
+    verifies_adaptively,
+)
 from specplug_vllm.v2.payoff import DraftWidths
-from specplug_vllm.versions import runner_v2_is_wanted
+from specplug_vllm.versions import CHOSEN_RUNNER, runner_v2_is_wanted
 
 
 def num_lookahead_tokens(original: Callable[..., int], config: Any) -> int:
@@ -46,6 +53,11 @@ def post_init(original: Callable[..., None], config: Any, *args: Any) -> None:
     if algorithm_of(config) is None:
         original(config, *args)
         return
+    if verifies_adaptively(config) and not runs_on_v2(config):
+        raise UsageError(
+            "enable_adaptive_verification=True: model runner V1 verifies all that is drafted; set "
+            f"{CHOSEN_RUNNER}=1 in the environment, or leave the setting out"
+        )
     scheduler = config.scheduler_config
     wanted = scheduler.async_scheduling
     overlaps = wanted is not False and runs_on_v2(config) and vllm_names.executor_overlaps(config)

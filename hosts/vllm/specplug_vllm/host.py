@@ -23,6 +23,7 @@ from specplug import (
 from specplug_vllm import versions
 from specplug_vllm.settings import KEY, Settings
 
+
 def capabilities(*, runner: int = 1, overlap: bool = False) -> HostCapabilities:
     """Return what a model runner of vLLM gives.
 

@@ -135,7 +135,7 @@ PATCHES = (
         upstream="a proposer that says how many",
         section=PROPOSER,
         test="tests/test_scheduling.py::test_plain_engine_after_a_hosted_one_is_plain",
-        runner="V1",
+        runner="V1, V2",
         versions=_NEW,
         when=When.START,
     ),

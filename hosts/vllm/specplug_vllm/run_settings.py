@@ -140,8 +140,14 @@ def _refuse_what_is_missing(vllm_config: Any, name: str, host: HostCapabilities)
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     device = vllm_config.device_config.device_type
     ranks = parallel.pipeline_parallel_size if runs_on_v2(vllm_config) else parallel.world_size
+    masks = getattr(model, "return_sampling_mask", False)
     for found, expected in (
         (device not in ("cpu", "cuda"), f"device {device!r}: expected 'cuda' or 'cpu'"),
+        (
+            getattr(vllm_config, "watermark_config", None) is not None,
+            "watermark_config: expected tokens that a seed and a position decide",
+        ),
+        (masks, "return_sampling_mask: expected a run that returns tokens and log-probabilities"),
         (
             ranks > 1,
             f"tensor_parallel_size={parallel.tensor_parallel_size}, pipeline_parallel_size="

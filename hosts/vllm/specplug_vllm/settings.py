@@ -83,8 +83,8 @@ class Settings:
         None,
         Choice((FASTER, ALWAYS), f"{FASTER!r} or {ALWAYS!r}"),
         '`"faster"`: only while drafts give more tokens a second; `"always"`',
-        unset='`"faster"` on model runner V2; `"always"` on V1, without async scheduling, and with '
-        "`data_parallel_size` over 1",
+        unset='`"faster"` on model runner V2; `"always"` on V1, without async scheduling, with '
+        "`enable_adaptive_verification`, and with `data_parallel_size` over 1",
     )
     settings: Mapping[str, Any] | None = _setting(
         None,

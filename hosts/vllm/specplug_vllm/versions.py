@@ -48,6 +48,11 @@ def runner_v2_is_wanted() -> bool:
     return found in WITH_RUNNER_V2
 
 
+def has_runner_v2_of_0_25() -> bool:
+    """Return whether calls within that model runner, and its noise, have the form of 0.25.0."""
+    return installed_version() == "0.25.0"
+
+
 def is_tested() -> bool:
     """Return whether the installed vLLM is one that was tested."""
     return installed_version() in TESTED

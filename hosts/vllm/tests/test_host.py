@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from specplug import EngineOptions, ServerOptions, UsageError
 from specplug_vllm import versions
 from specplug_vllm.host import host
 
@@ -35,20 +34,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> object:
         (ON_CPU, "0.25.0", "1", 2),
         (ON_GPU, "0.32.0", None, 1),
         (ON_CPU, "0.32.0", "0", 1),
+        (ON_GPU, "0.32.0", "1", 2),
+        (ON_CPU, "0.32.0", "1", 2),
     ],
 )
 def test_runner_is_one_that_the_version_has(install, names, version, wanted, runner) -> None:
     install(names, version, wanted)
     assert host.describe().name == f"vLLM {version} (model runner V{runner})"
-
-
-def test_runner_that_the_version_has_not_is_refused(install) -> None:
-    install(ON_CPU, "0.32.0", "1")
-    told = r"MODEL_RUNNER=1: vLLM 0\.32\.0 runs .* on model runner V1 alone; unset it, or install"
-    with pytest.raises(UsageError, match=told):
-        host.describe()
-    with pytest.raises(UsageError, match=told):
-        host.open_engine(EngineOptions(model="folder", algorithm="NGRAM"))
-    with pytest.raises(UsageError, match=told):
-        host.server_command(ServerOptions(model="folder", algorithm="NGRAM"))
-    assert host.server_command(ServerOptions(model="folder", algorithm="NONE"))

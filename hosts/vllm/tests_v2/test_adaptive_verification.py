@@ -26,9 +26,9 @@ from specplug import Draft
 from specplug_vllm.v2 import names as v2_names
 from specplug_vllm.v2.confidences import confidences
 from specplug_vllm.v2.step_hooks import StepHooks
-from specplug_vllm.versions import installed_version
+from specplug_vllm.versions import has_runner_v2_of_0_25
 
-if installed_version() == "0.25.0":
+if has_runner_v2_of_0_25():
     pytest.skip("vLLM 0.25.0 has no adaptive verification", allow_module_level=True)
 
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
@@ -185,8 +185,8 @@ def test_vllm_is_told_the_scores(
 
     def recorded(probabilities: Tensor, batch: Any) -> None:
         record(probabilities, batch)
-        assert torch.equal(manager._confidence_probs[batch.idx_mapping], probabilities[: batch.num_reqs])
         told.append(probabilities[: batch.num_reqs].clone())
+        assert torch.equal(manager._confidence_probs[batch.idx_mapping], told[-1])
 
     monkeypatch.setattr(StepHooks, "draft", drafted)
     monkeypatch.setattr(manager, "record_confidences", recorded)
@@ -307,5 +307,3 @@ def test_drafts_take_their_time_where_vllm_measures(
 def test_draft_when_faster_is_refused(adaptive: Adaptive) -> None:
     with pytest.raises(Exception, match="with enable_adaptive_verification drafts in every step"):
         adaptive("EAGLE3", settings={"draft_when": "faster"})
-
-

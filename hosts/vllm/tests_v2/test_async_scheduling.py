@@ -19,6 +19,7 @@ def is_on(hosted: Hosted) -> bool:
 def test_log_says_that_async_scheduling_is_on(
     engines: Engines, caplog: pytest.LogCaptureFixture
 ) -> None:
+    engines()  # the first engine of a process sets the log up
     vllm.logger._print_warning_once.cache_clear()
     with caplog.at_level(logging.INFO, "vllm"):
         hosted = engines.make("NGRAM", 3)

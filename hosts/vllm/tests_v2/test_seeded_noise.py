@@ -8,7 +8,7 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
 from specplug.kernels.kernel_table import kernels_used
 from specplug_vllm.v2.seeded_noise import SamplingRows
-from specplug_vllm.versions import installed_version
+from specplug_vllm.versions import has_runner_v2_of_0_25
 
 VOCABULARY = 2500  # of three blocks, the last one not full
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def test_vllm_chooses_the_likeliest_token_with_our_noise(
             SEEDS,
             positions.view(-1) - 1,  # of the token before
             apply_temperature=True,
-            **({} if installed_version() == "0.25.0" else {"is_drafting": False}),
+            **({} if has_runner_v2_of_0_25() else {"is_drafting": False}),
         )
         noise = rows.noise(requests + 1, positions, torch.arange(VOCABULARY))
         divisors = rows.divisors(requests + 1).unsqueeze(1)

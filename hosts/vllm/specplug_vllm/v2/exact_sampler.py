@@ -17,10 +17,9 @@ from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from specplug.speculative.host_kernels import Operation, runs_triton
-from specplug_vllm.versions import installed_version
+from specplug_vllm.versions import has_runner_v2_of_0_25
 
-_IS_OLD = installed_version() == "0.25.0"
-"""Whether vLLM's calls have the form of that version."""
+_IS_OLD = has_runner_v2_of_0_25()
 
 
 class ExactSampler(RejectionSampler):
@@ -90,21 +89,13 @@ class ExactSampler(RejectionSampler):
     ) -> tuple[Tensor, Tensor]:
         """Return the token of vLLM's plain sampler after each node, and the logits that it chose
         by."""
-        sample, places = self.sampler.sample, batch.expanded_local_pos
-        if _IS_OLD:
-            requests = (batch.expanded_idx_mapping, batch.idx_mapping_np)
-            return sample(logits, *requests, positions, nodes, places, return_logprobs)
-        return sample(
-            logits,
-            batch.expanded_idx_mapping,
-            batch.idx_mapping,
-            batch.idx_mapping_np,
-            positions,
-            nodes,
-            places,
-            batch.seq_lens_cpu_upper_bound.numpy(),
-            return_logprobs,
-        )
+        requests: tuple[Any, ...] = (batch.expanded_idx_mapping, batch.idx_mapping_np)
+        places: tuple[Any, ...] = (positions, nodes, batch.expanded_local_pos)
+        if not _IS_OLD:
+            requests = (batch.expanded_idx_mapping, batch.idx_mapping, batch.idx_mapping_np)
+            places = (*places, batch.seq_lens_cpu_upper_bound.numpy())
+        chosen, processed = self.sampler.sample(logits, *requests, *places, return_logprobs)
+        return chosen, processed
 
     def _logprobs(
         self, batch: Any, tokens: Tensor, counts: Tensor, logits: Tensor, most: int

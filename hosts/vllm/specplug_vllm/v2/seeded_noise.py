@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from specplug.speculative.host_kernels import Operation, runs_triton
-from specplug_vllm.versions import installed_version
+from specplug_vllm.versions import has_runner_v2_of_0_25
 
-_IS_OLD = installed_version() == "0.25.0"
-"""Whether vLLM hashes as that version does, by Philox; later by MurmurHash3."""
+_IS_OLD = has_runner_v2_of_0_25()
+"""Whether vLLM hashes by Philox; later by MurmurHash3."""
 
 _BLOCK = 1024
 _MASK = (1 << 32) - 1

@@ -130,7 +130,8 @@ class Step:
         requests, offsets = upload(
             np.stack((np.repeat(chosen, counts), places)), self.query_start_loc.device
         )
-        return self.query_start_loc[requests] + offsets
+        rows: Tensor = self.query_start_loc[requests] + offsets
+        return rows
 
     @classmethod
     def of(
