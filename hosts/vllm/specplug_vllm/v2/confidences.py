@@ -19,7 +19,7 @@ def confidences(draft: Draft) -> Tensor:
 
     That is ``exp(Draft.scores)``, within 0 and 1: 0 where a drafter ended its path (a score of
     -inf), and where a request drafts no token. Without scores, or where one is not a number, it is
-    1, as vLLM has it for what is not known: drafts are then cut by their order.
+    1, as vLLM has it for what is not known.
 
     Args:
         draft: chains of N nodes with the root.
