@@ -124,6 +124,8 @@ def test_wrong_proposals_cost_no_token(
 
 
 def test_adaptive_verification_is_refused_where_v1_runs(engines: Engines) -> None:
-    told = "enable_adaptive_verification=True: model runner V1 verifies all that is drafted; set VLLM_"
+    told = (
+        "enable_adaptive_verification=True: model runner V1 verifies all that is drafted; set VLLM_"
+    )
     with pytest.raises(ValueError, match=told):
         engines.make("NGRAM", 3, adaptive=True)

@@ -256,7 +256,8 @@ class VllmSpeculator(DraftModelSpeculator):
     def _tell_confidences(self, step: Step, chosen: np.ndarray, draft: Draft | None) -> None:
         """Write what adaptive verification cuts by: vLLM reads it after ``propose``, of the
         requests in their order. Nothing is worth verifying where nothing was drafted."""
-        if draft is not None and draft.scores is None and not self._told_of_no_scores:
+        unknown = draft is not None and draft.scores is None and draft.width > 1
+        if unknown and not self._told_of_no_scores:
             self._told_of_no_scores = True
             vllm_names.log_warning(
                 f"{self.run.config.algorithm} gives no scores: adaptive verification takes each of "
