@@ -251,8 +251,9 @@ class HookCalls:
             future_map=own_map(future_map),
         )
         checked = check_draft_input(self._plugins, hook, made, size, like, self._spec)
-        self._relay.send(batch, checked.host, like.device)
-        self._hand_over(runtime, keep=IN_FLIGHT)  # where no step drafts
+        if checked.host:
+            self._relay.send(batch, checked.host, like.device)
+            self._hand_over(runtime, keep=IN_FLIGHT)  # where no step drafts
         return checked
 
     def fixup_idle(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> DraftInput:

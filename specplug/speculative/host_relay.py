@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-import attrs
 import torch
 from torch import Tensor
 
@@ -19,8 +18,7 @@ IN_FLIGHT = 4
 """Copies whose steps may still run: of this step and the one before, a prefill and decodes each."""
 
 
-@attrs.frozen(eq=False)
-class _Sent:
+class _Sent(NamedTuple):
     """The copies of a step, with the event after which they are whole."""
 
     request_ids: tuple[str, ...]
