@@ -40,6 +40,7 @@ from specplug.host import (
     RunOptions,
     ServerOptions,
 )
+from specplug.speculative.draft_model_algorithm import DraftModelAlgorithm
 
 if TYPE_CHECKING:
     from specplug import settings
@@ -143,6 +144,7 @@ __all__ = [
     "Defaults",
     "Draft",
     "DraftInput",
+    "DraftModelAlgorithm",
     "EngineConfig",
     "EngineOptions",
     "FallbackWarning",

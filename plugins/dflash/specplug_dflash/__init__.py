@@ -13,20 +13,21 @@ from specplug import (
     AlgorithmInfo,
     Capabilities,
     Defaults,
+    DraftModelAlgorithm,
     SpecConfig,
     hookimpl,
 )
 from specplug_dflash.config import read_config
 
 if TYPE_CHECKING:
-    from specplug import Batch, CommittedOutput, Draft, DraftInput, Runtime
+    from specplug import Runtime
     from specplug_dflash.worker import DFlashWorker
 
 WEIGHTS = Path(__file__).parent / "weights"
 """``tiny_code`` is the default model's DFlash, ``tiny_code_2`` its DFlash 2 (nine steps pay)."""
 
 
-class DFlash:
+class DFlash(DraftModelAlgorithm):
     """The hooks of ``DFLASH``, which call a ``DFlashWorker``."""
 
     @hookimpl
@@ -54,23 +55,6 @@ class DFlash:
         from specplug_dflash.worker import DFlashWorker
 
         return DFlashWorker(runtime)
-
-    @hookimpl
-    def build_draft_input(
-        self, runtime: Runtime, batch: Batch, target_output: CommittedOutput
-    ) -> DraftInput:
-        worker: DFlashWorker = runtime.worker
-        return worker.extend(batch, target_output)
-
-    @hookimpl
-    def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
-        worker: DFlashWorker = runtime.worker
-        return worker.propose(batch, draft_input)
-
-    @hookimpl
-    def supports_target_verify_for_draft(self) -> bool:
-        """Return True: the draft's pass has N rows per request, as the target's verify has."""
-        return True
 
 
 algorithm = DFlash()

@@ -19,6 +19,7 @@ from specplug import (
     likeliest_tokens,
     likeliest_tree,
     longest_path,
+    received_state,
 )
 from specplug_dflash.checkpoint import load_network
 from specplug_dflash.network import DFlashNetwork
@@ -103,6 +104,11 @@ class DFlashWorker:
             state = write(self._features(output), plan, output.last_rows)
             return DraftInput(bonus_tokens=output.bonus_tokens, state=state)
         return DraftInput(bonus_tokens=output.bonus_tokens)
+
+    def receive(self, batch: Batch, last_tokens: Tensor) -> DraftInput:
+        """Start from the state that came."""
+        state = received_state(batch, self.state_spec()).tensors
+        return DraftInput(bonus_tokens=last_tokens, state=state)
 
     def state_spec(self) -> dict[str, StateTensor]:
         """Declare what a draft input carries: the anchor that a LiLiCorr head reads, the fused

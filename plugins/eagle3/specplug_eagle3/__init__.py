@@ -13,20 +13,19 @@ from specplug import (
     AlgorithmInfo,
     Capabilities,
     Defaults,
+    DraftModelAlgorithm,
     SpecConfig,
     hookimpl,
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from specplug import Batch, CommittedOutput, Draft, DraftInput, Runtime
+    from specplug import Runtime
     from specplug_eagle3.worker import Eagle3Worker
 
 WEIGHTS = Path(__file__).parent / "weights"
 
 
-class Eagle3:
+class Eagle3(DraftModelAlgorithm):
     """The hooks of ``EAGLE3``, which call an ``Eagle3Worker``."""
 
     @hookimpl
@@ -50,30 +49,6 @@ class Eagle3:
         from specplug_eagle3.worker import Eagle3Worker
 
         return Eagle3Worker(runtime)
-
-    @hookimpl
-    def build_draft_input(
-        self, runtime: Runtime, batch: Batch, target_output: CommittedOutput
-    ) -> DraftInput:
-        worker: Eagle3Worker = runtime.worker
-        return worker.extend(batch, target_output)
-
-    @hookimpl
-    def build_disagg_draft_input(
-        self, runtime: Runtime, batch: Batch, last_tokens: Tensor
-    ) -> DraftInput:
-        worker: Eagle3Worker = runtime.worker
-        return worker.receive(batch, last_tokens)
-
-    @hookimpl
-    def supports_target_verify_for_draft(self) -> bool:
-        """Return True: all passes of a step have the same rows for every request."""
-        return True
-
-    @hookimpl
-    def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
-        worker: Eagle3Worker = runtime.worker
-        return worker.propose(batch, draft_input)
 
 
 algorithm = Eagle3()

@@ -15,20 +15,19 @@ from specplug import (
     AlgorithmInfo,
     Capabilities,
     Defaults,
+    DraftModelAlgorithm,
     SpecConfig,
     hookimpl,
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from specplug import Batch, CommittedOutput, Draft, DraftInput, FutureMap, Runtime
+    from specplug import Batch, CommittedOutput, DraftInput, FutureMap, Runtime
     from specplug_multi_layer_eagle.worker import MultiLayerEagleWorker
 
 WEIGHTS = Path(__file__).parent / "weights"
 
 
-class MultiLayerEagle:
+class MultiLayerEagle(DraftModelAlgorithm):
     """The hooks of ``MULTI_LAYER_EAGLE``, which call a ``MultiLayerEagleWorker``."""
 
     @hookimpl
@@ -67,23 +66,6 @@ class MultiLayerEagle:
     ) -> DraftInput:
         worker: MultiLayerEagleWorker = runtime.worker
         return worker.extend(batch, target_output, future_map)
-
-    @hookimpl
-    def build_disagg_draft_input(
-        self, runtime: Runtime, batch: Batch, last_tokens: Tensor
-    ) -> DraftInput:
-        worker: MultiLayerEagleWorker = runtime.worker
-        return worker.receive(batch, last_tokens)
-
-    @hookimpl
-    def supports_target_verify_for_draft(self) -> bool:
-        """Return True: all passes of a step have the same rows for every request."""
-        return True
-
-    @hookimpl
-    def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
-        worker: MultiLayerEagleWorker = runtime.worker
-        return worker.propose(batch, draft_input)
 
 
 def fit_tree(config: SpecConfig) -> SpecConfig:

@@ -14,20 +14,19 @@ from specplug import (
     AlgorithmInfo,
     Capabilities,
     Defaults,
+    DraftModelAlgorithm,
     SpecConfig,
     hookimpl,
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from specplug import Batch, CommittedOutput, Draft, DraftInput, Runtime
+    from specplug import Runtime
     from specplug_standalone.worker import StandaloneWorker
 
 WEIGHTS = Path(__file__).parent / "weights"
 
 
-class Standalone:
+class Standalone(DraftModelAlgorithm):
     """The hooks of ``STANDALONE``, which call a ``StandaloneWorker``."""
 
     @hookimpl
@@ -51,30 +50,6 @@ class Standalone:
         from specplug_standalone.worker import StandaloneWorker
 
         return StandaloneWorker(runtime)
-
-    @hookimpl
-    def build_draft_input(
-        self, runtime: Runtime, batch: Batch, target_output: CommittedOutput
-    ) -> DraftInput:
-        worker: StandaloneWorker = runtime.worker
-        return worker.extend(batch, target_output)
-
-    @hookimpl
-    def build_disagg_draft_input(
-        self, runtime: Runtime, batch: Batch, last_tokens: Tensor
-    ) -> DraftInput:
-        worker: StandaloneWorker = runtime.worker
-        return worker.receive(batch, last_tokens)
-
-    @hookimpl
-    def supports_target_verify_for_draft(self) -> bool:
-        """Return True: all passes of a step have the same rows for every request."""
-        return True
-
-    @hookimpl
-    def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
-        worker: StandaloneWorker = runtime.worker
-        return worker.propose(batch, draft_input)
 
 
 algorithm = Standalone()
