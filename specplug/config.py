@@ -52,8 +52,8 @@ def _path(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _names(value: Any) -> Any:
-    """A list as a tuple; the registry refuses what is neither."""
+def _listed(value: Any) -> Any:
+    """A list as a tuple; the check refuses what is neither."""
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else value
 
 
@@ -70,6 +70,19 @@ class _OwnSettings:
         """Refuse what is no mapping of names."""
         if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):
             raise UsageError(f"{name}={shown(value)}: expected a mapping of names to values")
+
+
+@attrs.frozen
+class _Extensions:
+    """A list of plugin objects, which the registry examines."""
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Refuse what is no list, and names, which are of installed ones."""
+        if not isinstance(value, tuple) or any(isinstance(each, str) for each in value):
+            raise UsageError(
+                f"{name}={shown(value)}: expected a list of plugin objects; those that are "
+                "installed take part without being named"
+            )
 
 
 def _stripped(value: Any) -> Any:
@@ -288,7 +301,16 @@ class EngineConfig:
         option="--disable-extension",
         option_help="An installed extension that this run goes without; may be given many times.",
         metavar="NAME",
-        converter=_names,
+        converter=_listed,
+    )
+    extensions: Sequence[object] = setting(
+        (),
+        _Extensions(),
+        "Plugin objects with hooks that take part in this run beside the installed extensions. In "
+        "Python alone.",
+        group="Engine",
+        option="",
+        converter=_listed,
     )
     skip_model_check: bool = setting(
         False,

@@ -62,7 +62,8 @@ class PluginEntry:
     @property
     def subject(self) -> str:
         """The plugin's name in messages."""
-        return f"{self.kind} {self.name} ({self.distribution} {self.version}, {self.value})"
+        origin = " ".join(filter(None, (self.distribution, self.version)))
+        return f"{self.kind} {self.name} ({origin}, {self.value})"
 
     def problem(self, what: str, expected: str, fix: str, traceback: str = "") -> Problem:
         """Make a problem of this plugin."""

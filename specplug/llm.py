@@ -82,6 +82,7 @@ class LLM:
         warm_up: str = "auto",
         disable_cpu_kernels: bool = False,
         disable_extensions: Sequence[str] = (),
+        extensions: Sequence[object] = (),
         skip_model_check: bool = False,
         disaggregation: str | None = None,
         disaggregation_address: str | None = None,

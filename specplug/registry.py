@@ -244,14 +244,18 @@ class Registry:
                 raise UsageError(f"unknown extension {shown(name)}: {meant}installed are {known}")
         return frozenset(name.strip().upper() for name in found)
 
-    def extensions(self, disabled: Iterable[str] = ()) -> list[Extension]:
+    def extensions(
+        self, disabled: Iterable[str] = (), objects: Iterable[object] = ()
+    ) -> list[Extension]:
         """Import all extensions; leave broken ones out with a ``PluginWarning``.
 
         Args:
             disabled: names of extensions that are neither imported nor run.
+            objects: extensions that are not installed.
 
         Raises:
-            UsageError: one of these is not installed.
+            UsageError: one of the disabled is not installed.
+            PluginError: one of the objects has a wrong hook, or none.
         """
         without = self.check_extensions(disabled)
         loaded = []
@@ -263,7 +267,7 @@ class Registry:
                 _warn(examined.entry.problems[0])
             else:
                 loaded.append(Extension(entry.name, examined.plugin, examined.entry))
-        return loaded
+        return [*loaded, *map(_extension_of, objects)]
 
     def _find(self, name: str) -> list[AlgorithmEntry]:
         typed = name.strip()
@@ -340,19 +344,32 @@ def _warn(problem: Problem) -> None:
 
 def _select_object(plugin: object) -> SelectedAlgorithm:
     """Select an algorithm that is not installed, as in a test or a notebook."""
-    kind = plugin.__name__ if isinstance(plugin, type) else type(plugin).__name__
-    subject = f"algorithm {kind} (a plugin object)"
-    info, problems = examine_algorithm(plugin, subject, None)
+    entry = AlgorithmEntry(name=_kind(plugin), **_origin(plugin))
+    info, problems = examine_algorithm(plugin, entry.subject, None)
     if problems or info is None:
         raise _plugin_error(problems)
-    entry = AlgorithmEntry(
-        name=info.name,
-        value=f"{type(plugin).__module__}:{kind}",
-        distribution="not installed",
-        summary=info.summary,
-        examined=True,
-    )
+    entry = attrs.evolve(entry, name=info.name, summary=info.summary)
     return SelectedAlgorithm(info.name, plugin, info, entry)
+
+
+def _extension_of(plugin: object) -> Extension:
+    """Return an extension that is not installed."""
+    entry = ExtensionEntry(name=_kind(plugin), **_origin(plugin))
+    problems = examine_extension(plugin, entry.subject)
+    if problems:
+        raise _plugin_error(problems)
+    return Extension(entry.name, plugin, entry)
+
+
+def _kind(plugin: object) -> str:
+    """Return the name of the class of a plugin object, or of a class that is given as one."""
+    return plugin.__name__ if isinstance(plugin, type) else type(plugin).__name__
+
+
+def _origin(plugin: object) -> dict[str, Any]:
+    """Return what an entry says of a plugin object that no distribution has."""
+    place = f"{type(plugin).__module__}:{_kind(plugin)}"
+    return {"value": place, "distribution": "a plugin object", "version": "", "examined": True}
 
 
 def _join(parts: Sequence[SelectedAlgorithm]) -> SelectedAlgorithm:

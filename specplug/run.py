@@ -188,6 +188,7 @@ def _start_algorithm(
         resolve,
         host=EMBEDDED,
         disable_extensions=config.disable_extensions,
+        extensions=config.extensions,
         calls=HookCalls,
     )
 

@@ -82,6 +82,7 @@ def start_algorithm(
     *,
     host: HostCapabilities,
     disable_extensions: Iterable[str] = (),
+    extensions: Iterable[object] = (),
     calls: type[C],
     tell: Callable[[str], None] = warn_fallback,
 ) -> StartedAlgorithm[C]:
@@ -91,7 +92,8 @@ def start_algorithm(
         algorithm: a name as users type it, or a plugin object.
         resolve: returns what the user typed over the algorithm's defaults (``SpecConfig.resolve``).
         host: what the host gives.
-        disable_extensions: names of extensions that take no part.
+        disable_extensions: names of installed extensions that take no part.
+        extensions: plugin objects that take part beside the installed ones.
         calls: the class that calls the hooks, ``HookCalls`` or a host's own.
         tell: gets a line for each setting that the algorithm has adjusted.
 
@@ -102,8 +104,8 @@ def start_algorithm(
     """
     registry = Registry()
     selected = registry.select(algorithm)
-    extensions = registry.extensions(disable_extensions)
-    hooks = calls(build_plugin_manager(selected, extensions, CoreDefaults()), selected, extensions)
+    active = registry.extensions(disable_extensions, extensions)
+    hooks = calls(build_plugin_manager(selected, active, CoreDefaults()), selected, active)
     config = hooks.validate_config(resolve(selected.info))
     host.check(selected.info, config, own_verify=not hooks.core_verifies)
     for adjustment in config.adjustments:

@@ -22,6 +22,7 @@ from specplug import (
     FutureMap,
     PluginError,
     SamplingParams,
+    SpecplugError,
     UsageError,
     VerifyOutput,
     hookimpl,
@@ -140,7 +141,7 @@ def told(engine: tuple[LLM, Plain]) -> Iterator[Callable[..., str]]:
             llm.generate([PROMPT], SHORT)
         plugin.instead.clear()
         message = str(caught.value)
-        subject = "algorithm PLAIN (not installed ?, "
+        subject = "algorithm PLAIN (a plugin object, "
         assert message.startswith(subject), message
         assert "\n" not in message
         return message.partition("): ")[2]
@@ -466,7 +467,7 @@ def test_a_refused_call_fails_alone(
         plugin.instead.clear()
         llm.check_pool()
     assert all(
-        m.startswith("algorithm PLAIN (not installed ?, ") and "build_draft_input() called" in m
+        m.startswith("algorithm PLAIN (a plugin object, ") and "build_draft_input() called" in m
         for m in found
     )
 
@@ -813,7 +814,7 @@ def test_a_failure_before_the_run_bears_its_name(
     plugin.instead[hook] = instead
     with pytest.raises(PluginError) as caught:
         LLM(tiny_model, device="cpu", speculative_algorithm=plugin)
-    assert str(caught.value).startswith("algorithm PLAIN (not installed ?, ")
+    assert str(caught.value).startswith("algorithm PLAIN (a plugin object, ")
     assert f"): {hook}{found}" in str(caught.value)
 
 
@@ -890,6 +891,37 @@ class FailingWrapper(Watcher):
         result = yield
         self.ended += 1
         raise OwnBase(result)
+
+
+def test_extensions_given_as_objects_take_part(tiny_model: Path) -> None:
+    watcher, failing = Watcher(), FailingWatcher()
+    told = (
+        r"extension FailingWatcher \(a plugin object, [\w.]+:FailingWatcher\): on_step\(\) raised"
+    )
+    with LLM(tiny_model, device="cpu", extensions=[watcher, failing]) as llm:
+        with pytest.warns(PluginWarning, match=told):
+            llm.generate([PROMPT], SHORT)
+        assert [e["name"] for e in llm.effective_config["extensions"]] == [
+            "Watcher",
+            "FailingWatcher",
+        ]
+    assert watcher.steps > failing.steps == 2
+    assert watcher.ended == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("VIEWS", r"extensions='VIEWS': expected a list of plugin objects"),
+        (["VIEWS"], r"extensions=\('VIEWS',\): expected a list of plugin objects"),
+        ([Watcher], r"extension Watcher \(a plugin object, builtins:Watcher\): it is the class"),
+    ],
+)
+def test_extensions_that_are_no_objects_are_refused(
+    given: Any, told: str, tiny_model: Path
+) -> None:
+    with pytest.raises(SpecplugError, match=told):
+        LLM(tiny_model, device="cpu", extensions=given)
 
 
 @pytest.mark.parametrize(
