@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 import scheduling
 
-from specplug.engine import engine
-
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("scene", scheduling.SCENES)
 def test_a_step_costs_the_same_whatever_waits(
     scene: str, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "DEBUG", False)  # its checks look at everything
+    monkeypatch.setattr("specplug.debug.DEBUG", False)  # its checks look at everything
     cases = [
         scheduling.Case(scene=scene, page_size=page_size, running=8, waiting=waiting)
         for waiting in (10, 400)

@@ -7,7 +7,6 @@ import pytest
 import soak
 
 from specplug import LLM
-from specplug.engine import engine
 
 
 def test_a_short_soak_loses_nothing_and_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +61,7 @@ def test_growth_is_told(windows: list[object], change: dict[str, float], complai
 
 
 def test_a_lost_page_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "DEBUG", False)  # under which the engine itself refuses
+    monkeypatch.setattr("specplug.debug.DEBUG", False)  # under which the engine itself refuses
     others = soak.requests_alive()
     with LLM(max_total_tokens=64, max_model_len=64, page_size=8) as llm:
         assert soak.losses(llm, others) == []

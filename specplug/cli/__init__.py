@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import click
 
-from specplug import __version__
+from specplug import __version__, debug
 from specplug.cli.standard_output import (
     check_standard_output,
     drop_standard_output,
@@ -24,7 +24,6 @@ from specplug.cli.standard_output import (
     reserve_standard_output,
 )
 from specplug.contract import PluginWarning, error_line, let_ctrl_c_pass
-from specplug.debug import DEBUG
 from specplug.errors import FallbackWarning, SpecplugError, UsageError
 from specplug.printable import one_line
 
@@ -156,7 +155,7 @@ def _exit(call: Callable[[], Any]) -> NoReturn:
         drop_standard_output()
         sys.exit(1)
     except Exception as error:
-        if DEBUG:
+        if debug.DEBUG:
             raise
         drop_standard_output()
         told = _of_the_system(error)

@@ -11,7 +11,7 @@ from itertools import count
 from threading import get_ident
 from typing import Protocol
 
-from specplug.debug import DEBUG
+from specplug import debug
 from specplug.distributed.rank_group import RankGroup
 from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.kv_transfer import PrefillSlice
@@ -189,7 +189,7 @@ class Engine:
         try:
             with self._ranks.stepping() if self._ranks is not None else nullcontext():
                 move()
-                if DEBUG:
+                if debug.DEBUG:
                     self.scheduler.check()
         except BaseException as error:
             cause = error if self._ranks is None else self._ranks.end(error)

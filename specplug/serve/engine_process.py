@@ -32,8 +32,8 @@ from typing import Any
 import attrs
 import zmq
 
+from specplug import debug
 from specplug.config import EngineConfig
-from specplug.debug import DEBUG
 from specplug.engine.request import Request
 from specplug.errors import InstanceError, SpecplugError, UsageError
 from specplug.llm import LLM
@@ -277,7 +277,7 @@ class EngineLoop:
             self._take_all()
             if self._llm.has_unfinished_requests or self._llm.has_peers:
                 self._step()
-            if DEBUG and not self._llm.has_unfinished_requests:
+            if debug.DEBUG and not self._llm.has_unfinished_requests:
                 self._llm.check_pool()
 
     def _take_all(self) -> None:
@@ -505,7 +505,7 @@ def main() -> None:
 def _tell(error: Exception, reports: zmq.Socket[bytes]) -> None:
     """Say why the engine ends."""
     ours = isinstance(error, SpecplugError)
-    if DEBUG or not ours:
+    if debug.DEBUG or not ours:
         traceback.print_exc()
     text = str(error) if ours else f"{type(error).__name__}: {error}"
     reports.send(encode(Failed(message=text, usage=isinstance(error, UsageError))))

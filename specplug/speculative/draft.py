@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from specplug.debug import DEBUG
+from specplug import debug
 from specplug.errors import shown
 from specplug.kernels.kernel_table import runs_tree_kernels
 from specplug.kernels.score_tables import LEAST_SCORE
@@ -79,7 +79,7 @@ class Draft:
             depth=width - 1,
             scores=scores,
         )
-        draft.check(values=DEBUG)
+        draft.check(values=debug.DEBUG)
         return draft
 
     @classmethod
@@ -113,7 +113,7 @@ class Draft:
             depth=depth,
             scores=scores,
         )
-        draft.check(values=DEBUG)
+        draft.check(values=debug.DEBUG)
         return draft
 
     def rooted(self, roots: Tensor, vocab_size: int) -> Draft:

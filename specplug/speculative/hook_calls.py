@@ -24,9 +24,8 @@ import attrs
 import pluggy
 from torch import Tensor
 
-from specplug import hookspecs
+from specplug import debug, hookspecs
 from specplug.algorithm import SpecConfig
-from specplug.debug import DEBUG
 from specplug.errors import PluginError, shown
 from specplug.speculative.draft import Draft, DraftInput, described, is_dense
 from specplug.speculative.draft_state import StateTensor, state_spec
@@ -452,7 +451,7 @@ def check_draft(
     if draft.tokens.device != roots.device:
         drafted = f"drafted tokens {described(draft.tokens)}"
         plugins.refuse(hook, drafted, f"them on runtime.device, {roots.device}")
-    if DEBUG:
+    if debug.DEBUG:
         _check_form(plugins, hook, draft, values=True)
         _check_tokens(plugins, hook, draft, roots, vocab_size)
     return draft.rooted(roots, vocab_size)
@@ -494,7 +493,7 @@ def check_verified(
     hook = "verify"
     verified = rebuilt(plugins, hook, found, VerifyOutput, "a specplug.VerifyOutput, or None")
     try:
-        verified.check(draft, predict, num_steps + 1, values=DEBUG)
+        verified.check(draft, predict, num_steps + 1, values=debug.DEBUG)
     except ValueError as error:
         plugins.refuse(hook, f"returned {error}")
     return verified.bounded(draft, predict)

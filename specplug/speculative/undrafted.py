@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from specplug.debug import DEBUG
+from specplug import debug
 from specplug.errors import PluginError
 
 FAILED = "a plugin failed"
@@ -78,7 +78,7 @@ class FailureLog:
         text = str(error)
         if text not in self._told:
             self._told.add(text)
-            self._log(f"{text}{effect}", error.__cause__ if DEBUG else None)
+            self._log(f"{text}{effect}", error.__cause__ if debug.DEBUG else None)
 
 
 def undrafted_in(folder: str) -> dict[str, int]:

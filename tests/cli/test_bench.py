@@ -55,7 +55,7 @@ algorithm = Algorithm()
 @pytest.fixture(autouse=True)
 def _as_for_users(monkeypatch):
     """Under SPECPLUG_DEBUG errors come with their traceback."""
-    monkeypatch.setattr("specplug.cli.DEBUG", False)
+    monkeypatch.setattr("specplug.debug.DEBUG", False)
 
 
 def bench(*arguments: object) -> Result:

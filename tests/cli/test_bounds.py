@@ -48,7 +48,7 @@ def test_absurd_number_is_told_or_taken(command: click.Command, option: click.Op
 def test_bound_is_told_before_torch_loads(
     option: str, bound: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specplug.cli.DEBUG", False)
+    monkeypatch.setattr("specplug.debug.DEBUG", False)
     monkeypatch.setitem(__import__("sys").modules, "specplug.llm", None)
     limit = bound_of(bound)
     assert limit is not None
@@ -79,6 +79,6 @@ def test_bound_is_told_before_torch_loads(
 def test_absurd_numbers_end_commands_quickly(
     arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specplug.cli.DEBUG", False)
+    monkeypatch.setattr("specplug.debug.DEBUG", False)
     done = CliRunner().invoke(main, arguments)
     assert (done.exit_code, done.stdout, message in done.stderr) == (2, "", True), done.stderr

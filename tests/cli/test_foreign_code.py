@@ -35,7 +35,7 @@ Folder = Callable[..., Path]
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
     """Write a copy of the default model that brings code; running that leaves a file ``ran``."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("specplug.cli.DEBUG", False)
+    monkeypatch.setattr("specplug.debug.DEBUG", False)
 
     def write(**files: dict[str, Any]) -> Path:
         path = tmp_path / "model"
@@ -110,7 +110,7 @@ class Evil:
 def test_pickled_code_is_refused(
     role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specplug.cli.DEBUG", False)
+    monkeypatch.setattr("specplug.debug.DEBUG", False)
     source = ASSETS / "tiny_code"
     if role == "draft":
         import specplug_eagle

@@ -272,7 +272,7 @@ def failure(*arguments: str, stdin: str | bytes | None = None) -> tuple[int, str
 @pytest.fixture(autouse=True)
 def _as_for_users(monkeypatch):
     """Under SPECPLUG_DEBUG errors come with their traceback."""
-    monkeypatch.setattr("specplug.cli.DEBUG", False)
+    monkeypatch.setattr("specplug.debug.DEBUG", False)
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD_USAGE)

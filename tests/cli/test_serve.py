@@ -19,7 +19,7 @@ from specplug.cli.options import ENGINE
 @pytest.fixture(autouse=True)
 def errors_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under SPECPLUG_DEBUG errors come with their traceback."""
-    monkeypatch.setattr("specplug.cli.DEBUG", False)
+    monkeypatch.setattr("specplug.debug.DEBUG", False)
 
 
 def serve(*arguments: str) -> Result:

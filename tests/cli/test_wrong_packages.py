@@ -270,7 +270,7 @@ def test_disabled_extension_does_not_run(plugin_folder, monkeypatch):
     marker = plugin_folder.path / "ran"
     code = EXTENSION.replace("from specplug", f"open({str(marker)!r}, 'w')\nfrom specplug")
     plugin_folder.write("tracer", code=code, group="specplug.extensions")
-    monkeypatch.setattr("specplug.cli.DEBUG", False)
+    monkeypatch.setattr("specplug.debug.DEBUG", False)
     run = ["generate", "--max-new-tokens", "1", "x", "--disable-extension"]
     done = CliRunner().invoke(main, [*run, "TRACER"])
     assert (done.exit_code, marker.exists()) == (0, False), done.stderr
@@ -307,7 +307,7 @@ def test_plugin_that_exits_within_a_command_is_a_failure(change, plugin_folder, 
 
     from specplug.cli import main
 
-    monkeypatch.setattr("specplug.cli.DEBUG", False)
+    monkeypatch.setattr("specplug.debug.DEBUG", False)
     plugin_folder.write("QUITS", change)
     done = CliRunner().invoke(main, ["generate", "--speculative-algorithm", "QUITS", "x"])
     assert (done.exit_code, done.stdout) == (1, "")

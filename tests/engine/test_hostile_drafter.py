@@ -31,8 +31,6 @@ from specplug import (
     VerifyOutput,
     hookimpl,
 )
-from specplug.speculative import draft as draft_module
-from specplug.speculative import hook_calls
 
 STEPS, NODES = 4, 7
 KINDS = ("greedy", "seeded", "truncated", "penalized and sampled")
@@ -183,8 +181,7 @@ class HostileInVerify(Hostile):
 @pytest.fixture
 def without_debug(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values are bounded, as in a run of a user, and not told."""
-    monkeypatch.setattr(draft_module, "DEBUG", False)
-    monkeypatch.setattr(hook_calls, "DEBUG", False)
+    monkeypatch.setattr("specplug.debug.DEBUG", False)
 
 
 SCENES: dict[str, tuple[type[Hostile], dict[str, Any]]] = {

@@ -281,7 +281,7 @@ def test_wrong_growth_ends_its_own_step_alone(answer: Any, told: str, plain: lis
 def test_nonsense_of_a_grower_changes_no_token(
     answer: Any, plain: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specplug.speculative.hook_calls.DEBUG", False)
+    monkeypatch.setattr("specplug.debug.DEBUG", False)
     grower = Growing(answer)
     found, _ = generate(Holding(Guessing(), grower))
     assert grower.calls

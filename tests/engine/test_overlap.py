@@ -16,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 from specplug import LLM, SamplingParams
 from specplug.engine.step import StepRunner
 from specplug.registry import Registry
-from specplug.speculative import draft, hook_calls
 
 READS = {
     *("item", "tolist", "cpu", "numpy", "is_nonzero"),
@@ -57,8 +56,7 @@ class HostReads(TorchFunctionMode):
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> HostReads:
     """Every step is counted, but for the checks that only run in tests."""
-    monkeypatch.setattr(draft, "DEBUG", False)
-    monkeypatch.setattr(hook_calls, "DEBUG", False)
+    monkeypatch.setattr("specplug.debug.DEBUG", False)
     counted, launch = HostReads(), StepRunner.launch
 
     def run(self: StepRunner, step: Any) -> Any:
@@ -133,8 +131,7 @@ def test_no_step_waits_for_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
     successors: Callable[[], Any],
 ) -> None:
-    monkeypatch.setattr(draft, "DEBUG", False)
-    monkeypatch.setattr(hook_calls, "DEBUG", False)
+    monkeypatch.setattr("specplug.debug.DEBUG", False)
     launch = StepRunner.launch
 
     def run(self: StepRunner, step: Any) -> Any:

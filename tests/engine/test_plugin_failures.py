@@ -36,8 +36,6 @@ from specplug.registry import (
     Registry,
     build_plugin_manager,
 )
-from specplug.speculative import draft as draft_module
-from specplug.speculative import hook_calls
 from specplug.speculative.default_device import default_device
 from specplug.speculative.defaults import CoreDefaults
 from specplug.speculative.plugin_guard import PluginGuard
@@ -396,8 +394,7 @@ def test_what_a_hook_returns_wrongly_bears_its_name(
 @pytest.fixture
 def without_debug(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values are bounded, as in a run of a user, and not told."""
-    monkeypatch.setattr(hook_calls, "DEBUG", False)
-    monkeypatch.setattr(draft_module, "DEBUG", False)
+    monkeypatch.setattr("specplug.debug.DEBUG", False)
 
 
 def test_values_are_bounded_where_nobody_debugs(

@@ -76,7 +76,7 @@ def _paths(draft: Draft) -> list[dict[Path, float]]:
 
 @pytest.fixture(autouse=True)
 def checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specplug.speculative.draft.DEBUG", True)
+    monkeypatch.setattr("specplug.debug.DEBUG", True)
 
 
 @exactly

@@ -43,7 +43,6 @@ from specplug.registry import (
     build_plugin_manager,
     register_commands,
 )
-from specplug.speculative import hook_calls
 from specplug.speculative.defaults import CoreDefaults
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.hook_order import (
@@ -454,7 +453,7 @@ def test_wrong_roots_of_an_algorithm_are_not_verified(
     host: ToyHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is verified begins at the core's own roots and lengths."""
-    monkeypatch.setattr(hook_calls, "DEBUG", False)
+    monkeypatch.setattr("specplug.debug.DEBUG", False)
     future_map = host.future_map
     host.prefill(PROMPTS)
     future_map.bonus_tokens.zero_()
