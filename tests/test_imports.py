@@ -18,7 +18,8 @@ REPOSITORY = Path(__file__).parents[1]
 LAYERS = (
     {"__main__"},
     {"cli"},
-    {"serve", "bench", "testing"},
+    {"testing"},
+    {"serve", "bench"},
     {"llm"},
     {"run"},
     {"disagg"},

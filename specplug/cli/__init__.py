@@ -34,6 +34,7 @@ COMMANDS = {
     "bench": "specplug.cli.bench:bench",
     "serve": "specplug.cli.serve:serve",
     "doctor": "specplug.cli.doctor:doctor",
+    "check": "specplug.cli.check:check",
 }
 """Sub-command -> the module and the click command in it."""
 

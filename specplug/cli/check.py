@@ -1,0 +1,130 @@
+"""``specplug check NAME``: the conformance kit, without pytest. torch loads when it runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specplug.cli.progress import loading_bars
+from specplug.cli.standard_output import print_table, reserve_standard_output
+from specplug.printable import printable
+from specplug.registry import Registry
+
+if TYPE_CHECKING:
+    from specplug.testing.verdict import Verdict
+
+MARKS = {
+    "passed": "ok",
+    "failed": "FAILED",
+    "not applicable": "-",
+    "expected": "fails as declared",
+    "passed unexpectedly": "FAILED",
+}
+
+
+@click.command()
+@click.argument("name")
+@click.option("--model", metavar="PATH", help="The target; the default model if not given.")
+@click.option(
+    "--draft", type=click.Path(path_type=Path), metavar="PATH", help="The draft model's folder."
+)
+@click.option(
+    "--accept-length", type=float, metavar="N", help="Tokens a verification that it should reach."
+)
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="ID",
+    help="A check, or all of a kind; may be given many times.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def check(ctx: click.Context, /, **options: Any) -> None:
+    """Check the algorithm NAME by the conformance kit: that it is exact, and not blind.
+
+    Exits with 1 if a check fails. docs/conformance.md explains each.
+    """
+    Registry().select(options["name"])
+    with reserve_standard_output() as out:
+        verdicts = _run(options)
+        if options["as_json"]:
+            import json
+
+            click.echo(json.dumps(as_mapping(options["name"], verdicts), indent=2), file=out)
+    if not options["as_json"]:
+        print_verdicts(verdicts)
+    ctx.exit(1 if any(each.is_wrong for each in verdicts) else 0)
+
+
+def _run(options: dict[str, Any]) -> list[Verdict]:
+    with loading_bars(f"checking {options['name']}") as bar:
+        from specplug.testing.check import all_checks, checks_named
+        from specplug.testing.laboratory import Laboratory
+        from specplug.testing.subject import Subject
+        from specplug.testing.verdict import judge
+
+        settings = {}
+        if options["draft"] is not None:
+            settings["speculative_draft_model_path"] = options["draft"]
+        laboratory = Laboratory(
+            Subject(
+                algorithm=options["name"],
+                model=options["model"],
+                settings=settings,
+                accept_length=options["accept_length"],
+            )
+        )
+        checks = checks_named(options["only"]) if options["only"] else all_checks()
+        verdicts = []
+        for done, each in enumerate(checks):
+            bar("", each.id, done, len(checks))
+            verdicts.append(judge(each, laboratory))
+        return verdicts
+
+
+def as_mapping(name: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """Return what ``--json`` prints. Keys are only ever added."""
+    from specplug.testing.check import KIT_VERSION
+    from specplug.testing.verdict import grade_of
+
+    return {
+        "algorithm": name,
+        "kit_version": KIT_VERSION,
+        "grade": grade_of(verdicts),
+        "checks": [
+            {
+                "id": each.check.id,
+                "grade": each.check.grade,
+                "title": each.check.title,
+                "status": each.status,
+                "told": each.told,
+                "seconds": round(each.seconds, 3),
+            }
+            for each in verdicts
+        ],
+    }
+
+
+def print_verdicts(verdicts: Sequence[Verdict]) -> None:
+    """Print a table, what failed below it, and the grade."""
+    from specplug.testing.verdict import grade_of
+
+    rows = [
+        (
+            each.check.grade,
+            each.check.id,
+            MARKS[each.status],
+            f"{each.seconds:.1f} s",
+            each.check.title if each.is_wrong else each.told or each.check.title,
+        )
+        for each in verdicts
+    ]
+    print_table(("grade", "check", "", "time", ""), rows)
+    for each in verdicts:
+        if each.is_wrong:
+            click.echo(f"\n{printable(each.told)}", file=sys.stderr)
+    click.echo(f"\ngrade: {grade_of(verdicts) or 'none'}")

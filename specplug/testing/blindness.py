@@ -1,0 +1,116 @@
+"""Checks for drafts that are exact but blind: they hang on how a step came about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from specplug.testing.check import Failure, NotApplicable, check
+from specplug.testing.configuration import SIMPLEST, Configuration, cover, shown, smallest
+from specplug.testing.laboratory import Drafted, Key, Laboratory
+
+AGREE = 0.97
+"""Share of the roots at which drafts must agree: float32 rounds otherwise in other shapes, and so
+now and then another candidate is the likeliest."""
+
+
+@check("blind.invariance", "silver", "a request's drafts do not depend on the schedule")
+def invariance(laboratory: Laboratory) -> str:
+    """Compare the drafts of a simple run with those of stressed ones, root by root."""
+    simple = laboratory.observe(SIMPLEST)
+    stressed = [c for c in cover() if c["shape"] == "declared" and c != SIMPLEST]
+    least_share = 1.0
+    for configuration in stressed:
+        share = agreement(simple.drafts, laboratory.observe(configuration).drafts)
+        least_share = min(least_share, share)
+        if share < AGREE:
+
+            def differs(other: Configuration) -> bool:
+                found = laboratory.observe({**other, "shape": "declared"})
+                return agreement(simple.drafts, found.drafts) < AGREE
+
+            least = smallest(configuration, differs)
+            parting = first_parting(simple.drafts, laboratory.observe(least).drafts)
+            raise Failure(
+                f"{shown(least)}: {100 * share:.0f} % of the drafts are those of the simplest "
+                f"configuration; expected {100 * AGREE:.0f} %: what is drafted after a text must "
+                f"not depend on how it came there. {parting}"
+            )
+    return f"{100 * least_share:.1f} % agree in the worst of {len(stressed)} configurations"
+
+
+def agreement(expected: Mapping[Key, Drafted], found: Mapping[Key, Drafted]) -> float:
+    """Return at which share of the roots that both have the drafts agree. A draft that was made
+    narrower agrees if the other has its paths."""
+    roots = expected.keys() & found.keys()
+    if not roots:
+        return 1.0
+    return sum(_agree(expected[root], found[root]) for root in roots) / len(roots)
+
+
+def _agree(expected: Drafted, found: Drafted) -> bool:
+    few, many = sorted((expected.paths, found.paths), key=len)
+    return few <= many
+
+
+def first_parting(expected: Mapping[Key, Drafted], found: Mapping[Key, Drafted]) -> str:
+    """Return the first root at which drafts differ, in words."""
+    for prompt, position in sorted(expected.keys() & found.keys(), key=lambda key: key[::-1]):
+        a, b = expected[prompt, position], found[prompt, position]
+        if not _agree(a, b):
+            return (
+                f"First: the root at position {position} of a prompt of {len(prompt)} tokens, "
+                f"tokens {list(b.tokens)}, parents {list(b.parents)}; expected "
+                f"{list(a.tokens)}, {list(a.parents)}."
+            )
+    return ""
+
+
+@check("blind.replay", "silver", "drafts are the same whether a text was prompted or generated")
+def replay(laboratory: Laboratory) -> str:
+    """Prompt the text up to a root, and compare the draft there with that of decoding."""
+    found = laboratory.observe(SIMPLEST)
+    roots = [key for key in sorted(found.drafts, key=lambda key: key[::-1]) if key[1] > len(key[0])]
+    if not roots:
+        raise NotApplicable("no draft was made after the first step")
+    outputs = dict(zip(_prompts_of(found.drafts), found.tokens, strict=True))
+    chosen = roots[:: max(1, len(roots) // 12)][:12]
+    again = {
+        (prompt, position): list(prompt) + list(outputs[prompt][: position - len(prompt)])
+        for prompt, position in chosen
+    }
+    replayed = laboratory.observe(SIMPLEST, list(again.values()), max_tokens=3).drafts
+    first = {key[0]: drafted for key, drafted in replayed.items() if key[1] == len(key[0])}
+    expected = {key: first[tuple(text)] for key, text in again.items() if tuple(text) in first}
+    share = agreement(expected, {key: found.drafts[key] for key in expected})
+    if share < 0.9:
+        told = first_parting(expected, found.drafts)
+        raise Failure(
+            f"{100 * share:.0f} % of {len(expected)} drafts are those after a prompt of the same "
+            "text; expected 90 %: build_draft_input must leave after a verify what it leaves after "
+            f"a prefill. {told}"
+        )
+    return f"{100 * share:.0f} % of {len(expected)}"
+
+
+def _prompts_of(drafts: Mapping[Key, Drafted]) -> list[tuple[int, ...]]:
+    return list(dict.fromkeys(prompt for prompt, _ in drafts))
+
+
+@check("gold.acceptance", "gold", "accept length is what its author declares")
+def acceptance(laboratory: Laboratory) -> str:
+    """Measure the accept length, and compare it with the declared one."""
+    length = laboratory.observe(SIMPLEST, max_tokens=64).accept_length
+    declared = laboratory.subject.accept_length
+    if declared is None:
+        if length < 1.1:
+            raise Failure(
+                f"{length:.2f} tokens a verification; expected more than 1.10: hardly a draft is "
+                "right; compare the draft's inputs and weights with the model they were trained by"
+            )
+        return f"{length:.2f} tokens a verification; none declared"
+    if length < 0.95 * declared:
+        raise Failure(
+            f"{length:.2f} tokens a verification; expected {declared:.2f}, which is declared: "
+            "drafts are right less often than they were"
+        )
+    return f"{length:.2f} tokens a verification, {declared:.2f} declared"

@@ -1,0 +1,56 @@
+"""Checks that an algorithm gives the tokens of plain decoding, under every schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specplug.errors import SpecplugError
+from specplug.testing.check import Failure, check
+from specplug.testing.configuration import Configuration, cover, is_possible, shown, smallest
+from specplug.testing.laboratory import Laboratory
+
+
+@check("exact.tokens", "bronze", "the tokens are those of plain decoding, greedy and sampled")
+def tokens(laboratory: Laboratory) -> str:
+    """Run a cover of all pairs of settings. Name the simplest one that differs, or raises."""
+    configurations = [each for each in cover() if is_possible(each)]
+    for configuration in configurations:
+        told = difference(laboratory, configuration)
+        if told:
+            least = smallest(configuration, lambda c: bool(difference(laboratory, c)))
+            raise Failure(f"{shown(least)}: {difference(laboratory, least)}")
+    return f"{len(configurations)} configurations"
+
+
+def difference(laboratory: Laboratory, configuration: Configuration) -> str:
+    """Return how a run differs from plain decoding; "" if it does not."""
+    try:
+        found = laboratory.observe(configuration, sampled=True)
+    except (SpecplugError, AssertionError) as error:
+        return f"the run ends with {type(error).__name__}: {error}"
+    expected = laboratory.plain(sampled=True)
+    return _first_difference(expected, found.tokens)
+
+
+def _first_difference(expected: Sequence[Sequence[int]], found: Sequence[Sequence[int]]) -> str:
+    for prompt, (right, got) in enumerate(zip(expected, found, strict=True)):
+        if tuple(right) == tuple(got):
+            continue
+        same = sum(1 for _ in iter_same(right, got))
+        ends = f"{right[same]}" if same < len(right) else "the end"
+        was = f"{got[same]}" if same < len(got) else "the end"
+        return (
+            f"prompt {prompt}, token {same}: {was}; expected {ends}, as plain decoding gives; "
+            "specplug doctor --bisect shows the step and the layer"
+        )
+    return ""
+
+
+def iter_same(right: Sequence[int], got: Sequence[int]) -> Sequence[int]:
+    """Return what two sequences begin with."""
+    same = []
+    for a, b in zip(right, got, strict=False):
+        if a != b:
+            break
+        same.append(a)
+    return same

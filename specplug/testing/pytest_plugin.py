@@ -1,0 +1,68 @@
+"""The pytest plugin: ``pytest --specplug NAME``, and the fixtures of ``AlgorithmTests``.
+
+pytest imports this in every session of an environment that has specplug: nothing else is imported
+before a class of the kit is collected.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from specplug.testing.laboratory import Laboratory
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--specplug`` and ``--specplug-check``."""
+    group = parser.getgroup("specplug", "conformance of speculative-decoding algorithms")
+    group.addoption(
+        "--specplug",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="check this algorithm by the conformance kit; may be given many times",
+    )
+    group.addoption(
+        "--specplug-check",
+        action="append",
+        default=[],
+        metavar="ID",
+        help="run these checks of the kit alone",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Collect the tests of the algorithms that are named."""
+    names: list[str] = config.getoption("--specplug")
+    if not names:
+        return
+    from specplug.testing import named_algorithms
+    from specplug.testing.conformance import AlgorithmTests
+
+    for name in names:
+        label = f"Test_{re.sub(r'[^A-Z0-9]', '_', name.upper())}"
+        setattr(named_algorithms, label, type(label, (AlgorithmTests,), {"algorithm": name}))
+    config.args.append(str(named_algorithms.__file__))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make a test of each check."""
+    if "specplug_check" not in metafunc.fixturenames:
+        return
+    from specplug.testing.check import all_checks, checks_named
+
+    names = metafunc.config.getoption("--specplug-check")
+    checks = checks_named(names) if names else all_checks()
+    metafunc.parametrize("specplug_check", checks, ids=[each.id for each in checks])
+
+
+@pytest.fixture(scope="class")
+def specplug_laboratory(request: pytest.FixtureRequest) -> Laboratory:
+    """What runs the engines of a class's algorithm; its runs are shared by the checks."""
+    from specplug.testing.laboratory import Laboratory
+
+    kind: Any = request.cls
+    return Laboratory(kind.subject())

@@ -1,0 +1,56 @@
+"""What is checked: an algorithm under settings, with what its author declares. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from specplug.errors import UsageError
+from specplug.registry import Registry, SelectedAlgorithm
+
+
+def _known_checks(_: Any, __: Any, value: Mapping[str, str]) -> None:
+    for name, reason in value.items():
+        if not isinstance(reason, str) or not reason.strip():
+            raise UsageError(
+                f"expected_failures[{name!r}]={reason!r}: expected the reason why it fails, a text"
+            )
+
+
+@attrs.frozen(kw_only=True)
+class Subject:
+    """An algorithm that is checked.
+
+    Attributes:
+        algorithm: its name as users type it, or a plugin object.
+        model: the target; None: the default model.
+        settings: of ``LLM``, for each run: the draft weights, the shape of drafts, and so on.
+        accept_length: tokens a verification that it is known to reach, on the kit's prompts, under
+            its defaults; None: nothing is known.
+        expected_failures: by the id of a check, why it fails. One that passes all the same is a
+            failure: what is declared must be true.
+    """
+
+    algorithm: str | object
+    model: str | Path | None = None
+    settings: Mapping[str, Any] = attrs.field(factory=dict)
+    accept_length: float | None = None
+    expected_failures: Mapping[str, str] = attrs.field(factory=dict, validator=_known_checks)
+
+    @property
+    def selected(self) -> SelectedAlgorithm:
+        """What its plugin declares.
+
+        Raises:
+            UnknownAlgorithm: none of that name is installed.
+            PluginError: it is broken.
+        """
+        return Registry().select(self.algorithm)
+
+    @property
+    def name(self) -> str:
+        """Of the algorithm."""
+        return self.selected.name
