@@ -62,7 +62,7 @@ def check(ctx: click.Context, /, **options: Any) -> None:
 
 def _run(options: dict[str, Any]) -> list[Verdict]:
     with loading_bars(f"checking {options['name']}") as bar:
-        from specplug.testing.check import all_checks, checks_named
+        from specplug.testing.kit import all_checks, checks_named
         from specplug.testing.laboratory import Laboratory
         from specplug.testing.subject import Subject
         from specplug.testing.verdict import judge

@@ -14,8 +14,9 @@ or ``pytest --specplug MINE``, without a file.
 
 from __future__ import annotations
 
-from specplug.testing.check import KIT_VERSION, Check, Failure, NotApplicable, all_checks
+from specplug.testing.check import KIT_VERSION, Check, Failure, NotApplicable
 from specplug.testing.conformance import AlgorithmTests
+from specplug.testing.kit import all_checks
 from specplug.testing.subject import Subject
 
 __all__ = [

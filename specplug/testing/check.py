@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 import attrs
@@ -52,42 +52,16 @@ class Check:
         return f"{PAGE}#{self.id.replace('.', '')}"
 
 
-_CHECKS: dict[str, Check] = {}
+CHECKS: dict[str, Check] = {}
+"""By id, those whose modules are imported; ``all_checks`` imports them all."""
 
 
 def check(id: str, grade: Grade, title: str) -> Callable[[Callable[..., str | None]], Check]:
     """Make a check of a function, and add it to the kit."""
 
     def made(run: Callable[[Laboratory], str | None]) -> Check:
-        assert id not in _CHECKS, f"two checks {id}"
-        _CHECKS[id] = Check(id, grade, title, run)
-        return _CHECKS[id]
+        assert id not in CHECKS, f"two checks {id}"
+        CHECKS[id] = Check(id, grade, title, run)
+        return CHECKS[id]
 
     return made
-
-
-def all_checks() -> list[Check]:
-    """Return the checks of the kit, in the order in which they run: quick ones first."""
-    from specplug.testing import blindness, conduct, exactness, form  # noqa: F401 - they add theirs
-
-    return sorted(_CHECKS.values(), key=lambda each: GRADES.index(each.grade))
-
-
-def checks_named(names: Iterator[str]) -> list[Check]:
-    """Return checks by id, or by the part of it before the dot.
-
-    Raises:
-        UsageError: there is none of that id.
-    """
-    from specplug.contract import nearest
-    from specplug.errors import UsageError
-
-    every, found = all_checks(), list[Check]()
-    for name in names:
-        chosen = [c for c in every if name in (c.id, c.id.partition(".")[0])]
-        if not chosen:
-            near = nearest(name, {c.id: c for c in every})
-            meant = f"did you mean {near}? " if near else ""
-            raise UsageError(f"unknown check {name!r}: {meant}expected {', '.join(_CHECKS)}")
-        found += chosen
-    return list(dict.fromkeys(found))

@@ -52,7 +52,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make a test of each check."""
     if "specplug_check" not in metafunc.fixturenames:
         return
-    from specplug.testing.check import all_checks, checks_named
+    from specplug.testing.kit import all_checks, checks_named
 
     names = metafunc.config.getoption("--specplug-check")
     checks = checks_named(names) if names else all_checks()

@@ -1,0 +1,34 @@
+"""The checks of the kit, all of them or by name. torch loads when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from specplug.testing.check import CHECKS, GRADES, Check
+
+
+def all_checks() -> list[Check]:
+    """Return the checks of the kit, in the order in which they run: quick ones first."""
+    from specplug.testing import blindness, conduct, exactness, form  # noqa: F401 - they add theirs
+
+    return sorted(CHECKS.values(), key=lambda each: GRADES.index(each.grade))
+
+
+def checks_named(names: Iterable[str]) -> list[Check]:
+    """Return checks by id, or by the part of it before the dot.
+
+    Raises:
+        UsageError: there is none of that id.
+    """
+    from specplug.contract import nearest
+    from specplug.errors import UsageError
+
+    every, found = all_checks(), list[Check]()
+    for name in names:
+        chosen = [c for c in every if name in (c.id, c.id.partition(".")[0])]
+        if not chosen:
+            near = nearest(name, {c.id: c for c in every})
+            meant = f"did you mean {near}? " if near else ""
+            raise UsageError(f"unknown check {name!r}: {meant}expected {', '.join(CHECKS)}")
+        found += chosen
+    return list(dict.fromkeys(found))
