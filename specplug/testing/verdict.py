@@ -61,6 +61,9 @@ def _run(check: Check, laboratory: Laboratory) -> tuple[Status, str]:
         return "failed", f"{check.id}: {error}\nSee {check.page}"
     except AssertionError as error:
         return "failed", f"{check.id}: the engine's own check failed: {error}\nSee {check.page}"
+    except Exception as error:
+        told = f"it raises {type(error).__name__}: {error}; expected it to return"
+        return "failed", f"{check.id}: {told}\nSee {check.page}"
 
 
 def grade_of(verdicts: Sequence[Verdict]) -> Grade | None:
