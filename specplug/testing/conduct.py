@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from specplug import SpecplugError, hookimpl
 from specplug.testing.blindness import AGREE, agreement, first_parting
 from specplug.testing.check import Failure, NotApplicable, check
 from specplug.testing.configuration import SIMPLEST
 from specplug.testing.host_reads import DeviceLender, HostReads
 from specplug.testing.laboratory import Drafted, Key, Laboratory, Recorder
 from specplug.testing.lifetimes import Spoiler
+from specplug.testing.sizes import roots_of, sizes
+
+if TYPE_CHECKING:
+    from specplug import FutureMap
 
 FEW_TOKENS = 8
 """Of each output, where a check looks at every step."""
@@ -78,3 +89,126 @@ def _spoiled(
     ):
         llm.generate(prompts, params)
     return recorder.drafts, spoiler.names
+
+
+class Kept:
+    """An extension that takes note of the run's future map."""
+
+    future_map: FutureMap | None = None
+
+    @hookimpl(wrapper=True)
+    def create_future_map(self) -> Generator[None, FutureMap, FutureMap]:
+        """Take note of it."""
+        self.future_map = yield
+        return self.future_map
+
+
+REQUESTS = 100
+"""After which a plugin's memory is measured first; and after three times as many."""
+
+
+@check("conduct.leaks", "silver", "nothing grows with the number of ended requests")
+def leaks(laboratory: Laboratory) -> str:
+    """Complete short requests, and compare what the plugin keeps after some and after more."""
+    measured = []
+    plugin = laboratory.subject.selected.plugin
+    configuration = {**SIMPLEST, "batch": 8}
+    kept = Kept()
+    with laboratory.engine(configuration, extensions=[kept]) as llm:
+        prompts = [token_ids[:4] for token_ids in llm.tokenizer(laboratory.prompts()).input_ids]
+        for count in (REQUESTS, REQUESTS, REQUESTS):
+            texts = [[*prompts[i % len(prompts)], len(measured), i] for i in range(count)]
+            llm.generate(texts, laboratory.params(count, sampled=False, max_tokens=3))
+            llm.check_pool()
+            worker = llm.engine.runtime.worker
+            measured.append(sizes(roots_of(plugin, worker, kept.future_map)))
+    first, second, third = measured
+    grown = [
+        f"{name}: {first.get(name, 0)} -> {size} entries"
+        for name, size in third.items()
+        if first.get(name, 0) < second.get(name, 0) < size
+    ]
+    if grown:
+        raise Failure(
+            f"after {REQUESTS} and {3 * REQUESTS} ended requests, {'; '.join(grown)}; expected as "
+            "many: drop in on_request_finished() what is kept of a request, or keep at most a "
+            "fixed number"
+        )
+    return f"{len(third)} containers and tensors after {3 * REQUESTS} requests"
+
+
+State = Mapping[str, Tensor | None]
+
+STATES: Mapping[str, Callable[[Tensor], Tensor | None]] = {
+    "never arrives": lambda tensor: None,
+    "is all zeros": torch.zeros_like,
+    "has twice as many entries": lambda tensor: torch.cat((tensor, tensor), dim=-1),
+    "has one entry": lambda tensor: tensor[..., :1],
+    "is of another type": lambda tensor: tensor.to(torch.float16),
+}
+"""What may come of another instance's draft state, by how it is told."""
+
+
+class StateChanger:
+    """An extension that changes the draft state on its way from one instance to another.
+
+    Args:
+        change: of each tensor. Those [bs], of one number a request, are given as [bs, 1].
+    """
+
+    def __init__(self, change: Callable[[Tensor], Tensor | None]) -> None:
+        self._change = change
+
+    @hookimpl(wrapper=True)
+    def export_draft_state(self) -> Generator[None, State, State]:
+        """Change it."""
+        state = yield
+        return {name: self._changed(tensor) for name, tensor in state.items()}
+
+    def _changed(self, tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        changed = self._change(tensor if tensor.dim() > 1 else tensor.unsqueeze(1))
+        if changed is None or changed.shape[1:] != (1,) or tensor.dim() > 1:
+            return changed
+        return changed.squeeze(1)
+
+
+@check("conduct.state", "bronze", "a draft state that is lost, empty or of another form is taken")
+def state(laboratory: Laboratory) -> str:
+    """Change the state that prefilled requests bring along; idle without a request."""
+    prompts = laboratory.prompts()[:3]
+    params = laboratory.params(len(prompts), sampled=True, max_tokens=FEW_TOKENS)
+    expected = laboratory.plain(prompts, sampled=True, max_tokens=FEW_TOKENS)
+    _idle(laboratory)
+    configuration = {**SIMPLEST, "batch": 3, "transfer": True}
+    for told, change in STATES.items():
+        try:
+            with laboratory.engine(configuration, extensions=[StateChanger(change)]) as llm:
+                found = [output.token_ids for output in llm.generate(prompts, params)]
+        except (SpecplugError, AssertionError) as error:
+            raise Failure(
+                f"a draft state that {told}: {error}; expected build_disagg_draft_input() to go on "
+                "without it: another instance may run another version"
+            ) from error
+        if found != expected:
+            raise Failure(
+                f"a draft state that {told}: other tokens than plain decoding; expected the same"
+            )
+    return f"{len(STATES)} states, and an empty batch"
+
+
+def _idle(laboratory: Laboratory) -> None:
+    """Step without a request, before the first one and after the last."""
+    with laboratory.engine({**SIMPLEST, "overlap": True}) as llm:
+        for _ in range(2):
+            try:
+                llm.engine.steps.idle()
+                llm.engine.steps.idle()
+            except (SpecplugError, AssertionError) as error:
+                raise Failure(
+                    f"a batch of no request: {error}; expected fixup_idle() and verify() to take "
+                    "it: a rank without work takes part in the others' steps"
+                ) from error
+            params = laboratory.params(1, sampled=False, max_tokens=3)
+            llm.generate(laboratory.prompts()[:1], params)
