@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from specplug.testing.check import Failure, NotApplicable, check
 from specplug.testing.configuration import SIMPLEST, Configuration, cover, shown, smallest
@@ -57,12 +58,26 @@ def first_parting(expected: Mapping[Key, Drafted], found: Mapping[Key, Drafted])
     for prompt, position in sorted(expected.keys() & found.keys(), key=lambda key: key[::-1]):
         a, b = expected[prompt, position], found[prompt, position]
         if not _agree(a, b):
-            return (
-                f"First: the root at position {position} of a prompt of {len(prompt)} tokens, "
-                f"tokens {list(b.tokens)}, parents {list(b.parents)}; expected "
-                f"{list(a.tokens)}, {list(a.parents)}."
-            )
+            told = shown_draft(prompt, position, b, a.tokens[1:])
+            return told if a.is_chain else f"{told[:-1]}, parents {list(a.parents)}."
     return ""
+
+
+def shown_draft(
+    prompt: Sequence[int], position: int, found: Drafted, expected: Sequence[int]
+) -> str:
+    """Return a draft and what it should have been, in words.
+
+    Args:
+        position: of its root, in the text that begins with ``prompt``.
+        expected: tokens after the root.
+    """
+    tree = "" if found.is_chain else f", parents {list(found.parents)}"
+    after = position - len(prompt)
+    return (
+        f"First: the root at position {position}, {after} after its prompt: drafted "
+        f"{list(found.tokens[1:])}{tree}; expected {list(expected)[: max(1, found.depth)]}."
+    )
 
 
 @check("blind.replay", "silver", "drafts are the same whether a text was prompted or generated")
@@ -114,3 +129,35 @@ def acceptance(laboratory: Laboratory) -> str:
             "drafts are right less often than they were"
         )
     return f"{length:.2f} tokens a verification, {declared:.2f} declared"
+
+
+MOST_ERROR = 0.05
+"""The greatest calibration error, a difference of probabilities."""
+
+ENOUGH = 400
+"""Nodes with a score, from which on the error says something."""
+
+
+@check("gold.scores", "gold", "scores say how likely a node is to be accepted")
+def scores(laboratory: Laboratory) -> str:
+    """Compare what was predicted of nodes with how many were accepted."""
+    stats = laboratory.observe(SIMPLEST, max_tokens=64).stats
+    count = sum(stats["scored"].values())
+    if count < ENOUGH:
+        raise NotApplicable(f"{count} nodes with a score; it takes {ENOUGH} to tell")
+    error = stats["calibration_error"]
+    if error > MOST_ERROR:
+        worst = max(stats["scored"], key=lambda b: abs(stats["predicted"][b] - _accepted(stats, b)))
+        nodes = stats["scored"][worst]
+        raise Failure(
+            f"calibration error {error:.3f} over {count} nodes; expected at most {MOST_ERROR}: of "
+            f"the {nodes} nodes predicted at about {worst} % "
+            f"{100 * _accepted(stats, worst) / nodes:.0f} % were accepted; a score is the "
+            "logarithm of a probability, the same for equally likely nodes in all steps"
+        )
+    return f"calibration error {error:.3f} over {count} nodes"
+
+
+def _accepted(stats: Mapping[str, Any], percentage: int) -> float:
+    found: float = stats["accepted_of_scored"][percentage]
+    return found

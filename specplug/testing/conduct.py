@@ -110,12 +110,12 @@ REQUESTS = 100
 @check("conduct.leaks", "silver", "nothing grows with the number of ended requests")
 def leaks(laboratory: Laboratory) -> str:
     """Complete short requests, and compare what the plugin keeps after some and after more."""
-    measured = []
+    measured: list[dict[str, int]] = []
     plugin = laboratory.subject.selected.plugin
     configuration = {**SIMPLEST, "batch": 8}
     kept = Kept()
     with laboratory.engine(configuration, extensions=[kept]) as llm:
-        prompts = [token_ids[:4] for token_ids in llm.tokenizer(laboratory.prompts()).input_ids]
+        prompts = [output.prompt_token_ids[:4] for output in llm.generate(laboratory.prompts())]
         for count in (REQUESTS, REQUESTS, REQUESTS):
             texts = [[*prompts[i % len(prompts)], len(measured), i] for i in range(count)]
             llm.generate(texts, laboratory.params(count, sampled=False, max_tokens=3))

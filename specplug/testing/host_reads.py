@@ -81,7 +81,7 @@ class HostReads(TorchFunctionMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.found: dict[str, HostRead] = {}
         self.hook: str | None = None
 

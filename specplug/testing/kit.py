@@ -9,7 +9,14 @@ from specplug.testing.check import CHECKS, GRADES, Check
 
 def all_checks() -> list[Check]:
     """Return the checks of the kit, in the order in which they run: quick ones first."""
-    from specplug.testing import blindness, conduct, exactness, form  # noqa: F401 - they add theirs
+    from specplug.testing import (  # noqa: F401 - they add theirs
+        blindness,
+        conduct,
+        coupling,
+        exactness,
+        form,
+        reference,
+    )
 
     return sorted(CHECKS.values(), key=lambda each: GRADES.index(each.grade))
 

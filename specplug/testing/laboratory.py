@@ -52,6 +52,26 @@ class Drafted:
             paths.append((*before, self.tokens[node]) if node else ())
         return frozenset(paths[1:])
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether each node hangs from the one before it."""
+        return self.parents == tuple(range(-1, len(self.parents) - 1))
+
+    @property
+    def depth(self) -> int:
+        """The distance of the deepest node from the root."""
+        return max(map(len, self.paths), default=0)
+
+    def follows(self, chain: Sequence[int]) -> bool:
+        """Return whether the draft has a chain as far as it goes: where it leaves it, its node has
+        no child."""
+        paths, same = self.paths, tuple[int, ...]()
+        for token in chain:
+            if (*same, token) not in paths:
+                return all(path[: len(same)] != same or path == same for path in paths)
+            same = (*same, token)
+        return True
+
 
 @attrs.frozen
 class Observation:

@@ -41,7 +41,7 @@ class Spoiler:
 
     @hookimpl(wrapper=True)
     def create_future_map(self) -> Generator[None, FutureMap, FutureMap]:
-        """Find out whether the state is a copy: a map of the plugin's own may lend what it keeps."""
+        """Find out whether the state is a copy: a plugin's own map may lend what it keeps."""
         made = yield
         self._owns_state = not is_plain(made)
         return made

@@ -1,0 +1,360 @@
+"""Drafts computed densely: without a cache, over the whole text, by a worker's own public steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from specplug import (
+    Batch,
+    CommittedOutput,
+    DraftInput,
+    FeatureDrafter,
+    KVCache,
+    PagedModel,
+    Runtime,
+    TokenDrafter,
+    hookimpl,
+)
+from specplug.testing.check import Failure, NotApplicable, check
+from specplug.testing.configuration import SIMPLEST
+from specplug.testing.laboratory import Drafted, Key, Laboratory, Recorder
+
+AGREE = 0.9
+"""Share of the roots whose drafts must be those of the dense pass, which adds in another order."""
+
+ROOTS = 16
+"""At which drafts are compared."""
+
+TOLD = 0.1
+"""By how much more often drafts must be those of a mistake than the right ones, for it to be
+named."""
+
+
+@attrs.frozen(eq=False)
+class DensePlan:
+    """An ``AttentionPlan`` of rows that see one another and nothing else, in float64.
+
+    Attributes:
+        positions: [R] int64.
+        unseen: rows whose keys no later row sees.
+    """
+
+    positions: Tensor
+    unseen: Sequence[int] = ()
+
+    def attend(
+        self,
+        cache: KVCache,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None = None,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attend causally, as ``AttentionPlan.attend`` says."""
+        rows, heads, size = q.shape
+        group = heads // k.shape[1]
+        queries, keys, values = (
+            each.transpose(0, 1).to(torch.float64)
+            for each in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
+        )
+        scores = queries @ keys.transpose(1, 2) * (size**-0.5 if scale is None else scale)
+        order = torch.arange(rows)
+        visible = order <= order.unsqueeze(1)
+        visible[:, list(self.unseen)] = False
+        visible |= order == order.unsqueeze(1)
+        if window is not None:
+            visible &= self.positions.unsqueeze(1) - self.positions < window
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if sinks is not None:
+            column = sinks.to(torch.float64).view(-1, 1, 1).expand(-1, rows, 1)
+            scores = torch.cat((scores, column), dim=2)
+        weights = scores.softmax(-1)[..., :rows]
+        return (weights @ values).transpose(0, 1).reshape(rows, -1).to(q.dtype)
+
+    def write(self, cache: KVCache, layer: int, k: Tensor, v: Tensor) -> None:
+        """Keep nothing: all rows are in the pass."""
+
+
+@attrs.frozen(kw_only=True)
+class Mistake:
+    """What the reference may do wrongly, to find out what a plugin does.
+
+    Attributes:
+        told: of it, as an author says it.
+        own_tokens: of committed rows the tokens at them are read, not those after them.
+        features_before: of committed rows the features of the row before.
+        last_row: the draft goes on from so many rows before the last one.
+        positions: of drafted rows are so much greater.
+        restart: positions after the prompt are counted from 0.
+        unseen_last: the key of the last committed row is not seen.
+        unwritten: nor are those of the rows after the prompt.
+        ids: drafted tokens are so much greater.
+        depth: below the root at which it begins to show; 0: at the first token.
+    """
+
+    told: str
+    own_tokens: bool = False
+    features_before: bool = False
+    last_row: int = 0
+    positions: int = 0
+    restart: bool = False
+    unseen_last: bool = False
+    unwritten: bool = False
+    ids: int = 0
+
+
+NONE = Mistake(told="")
+MISTAKES = (
+    Mistake(
+        told="tokens: the network reads own_tokens where it should read next_tokens",
+        own_tokens=True,
+    ),
+    Mistake(
+        told="features: each row has those of the row before it",
+        features_before=True,
+    ),
+    Mistake(
+        told="rows: what is drafted first follows the row before the last one (last_rows)",
+        last_row=1,
+    ),
+    Mistake(told="positions: those of drafted tokens are one too great", positions=1),
+    Mistake(told="positions: those of drafted tokens are one too small", positions=-1),
+    Mistake(told="positions: they begin at 0 again after the prompt", restart=True),
+    Mistake(
+        told="keys: that of the last committed row is not seen (a slot off by one)",
+        unseen_last=True,
+    ),
+    Mistake(
+        told="keys: those of accepted rows are not seen (they are not written)", unwritten=True
+    ),
+    Mistake(told="token ids: each is one too great (d2t)", ids=1),
+    Mistake(told="token ids: each is one too small (d2t)", ids=-1),
+)
+
+
+@attrs.frozen(eq=False)
+class Text:
+    """A prompt with its output.
+
+    Attributes:
+        tokens: of both.
+        prompt: how many of them are the prompt's.
+        features: [len(tokens), H], as a ``FeatureDrafter`` reads them; None of a ``TokenDrafter``.
+    """
+
+    tokens: tuple[int, ...]
+    prompt: int
+    features: Tensor | None
+
+
+Reference = Callable[[Any, Text, int, int, Mistake], list[int]]
+"""Takes a worker, a text, the position of a root, the number of steps and a mistake; returns the
+chain that is to be drafted there, without the root."""
+
+
+def feature_chain(
+    worker: FeatureDrafter, text: Text, root: int, steps: int, mistake: Mistake
+) -> list[int]:
+    """Return the likeliest chain of a ``FeatureDrafter``."""
+    assert text.features is not None
+    rows = root - mistake.last_row
+    first = 0 if mistake.own_tokens else 1
+    tokens, features = list(text.tokens[first : rows + first]), text.features[:rows]
+    if mistake.features_before:
+        features = torch.cat((features[:1], features[:-1]))
+    hidden, chain = features, list[int]()
+    while True:
+        plan = _plan(text, rows, len(tokens), mistake)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, plan: DensePlan = plan) -> Tensor:
+            return plan.attend(KVCache(), layer, q, k, v)
+
+        last = worker.forward(torch.tensor(tokens), hidden, plan.positions, attend)[-1:]
+        token = int(worker.token_ids[worker.logits(last).argmax()])
+        chain.append(token + mistake.ids)
+        if len(chain) == steps:
+            return chain
+        tokens.append(token)
+        hidden = torch.cat((hidden, last))
+
+
+def token_chain(
+    worker: TokenDrafter, text: Text, root: int, steps: int, mistake: Mistake
+) -> list[int]:
+    """Return the likeliest chain of a ``TokenDrafter``."""
+    rows = root + 1 - mistake.last_row
+    tokens, chain = list(text.tokens[:rows]), list[int]()
+    while True:
+        plan = _plan(text, rows, len(tokens), mistake)
+        last = torch.tensor([len(tokens) - 1])
+        logits = worker.logits(torch.tensor(tokens), plan, last)
+        token = int(worker.token_ids[logits.argmax()])
+        chain.append(token + mistake.ids)
+        if len(chain) == steps:
+            return chain
+        tokens.append(token)
+
+
+def _plan(text: Text, committed: int, rows: int, mistake: Mistake) -> DensePlan:
+    """Return the plan of a pass over committed rows, and drafted ones after them."""
+    positions = torch.arange(rows)
+    positions[committed:] += mistake.positions
+    if mistake.restart:
+        positions[text.prompt :] -= text.prompt
+    unseen: list[int] = []
+    if mistake.unseen_last:
+        unseen = [committed - 1]
+    if mistake.unwritten:
+        unseen = list(range(text.prompt, committed))
+    return DensePlan(positions.clamp(min=0), unseen)
+
+
+class FeatureRecorder:
+    """An extension that takes down the features of prompts, row by row: so none can be read from
+    another row."""
+
+    def __init__(self) -> None:
+        self.features: dict[tuple[int, ...], list[Tensor]] = {}
+
+    @hookimpl(wrapper=True)
+    def build_draft_input(
+        self, runtime: Runtime, batch: Batch, target_output: CommittedOutput
+    ) -> Generator[None, DraftInput, DraftInput]:
+        """Take down those of the prompts of a prefill."""
+        if batch.is_prefill and isinstance(runtime.worker, FeatureDrafter):
+            row = 0
+            for request, width in zip(batch.requests, batch.chunk_widths, strict=True):
+                rows = self.features.setdefault(tuple(request.prompt_token_ids), [])
+                for _ in range(width):
+                    rows.append(runtime.worker.features(_row_of(target_output, row)).clone())
+                    row += 1
+        return (yield)
+
+
+def _row_of(output: CommittedOutput, row: int) -> CommittedOutput:
+    rows = slice(row, row + 1)
+    one = torch.ones(1, dtype=torch.int64)
+    return CommittedOutput(
+        next_tokens=output.next_tokens[rows],
+        own_tokens=output.own_tokens[rows],
+        per_node={name: tensor[rows] for name, tensor in output.per_node.items()},
+        last_rows=torch.zeros_like(one),
+        accept_lens=one,
+        bonus_tokens=output.next_tokens[rows],
+    )
+
+
+@check("blind.reference", "silver", "drafts are those of a dense pass over the whole text")
+def reference(laboratory: Laboratory) -> str:
+    """Compute drafts anew from the worker's own steps, and compare them with what it drafted."""
+    told = []
+    shapes = ["declared"]
+    if laboratory.subject.selected.info.capabilities.branching:
+        shapes.append("wide")
+    for shape in shapes:
+        share, count = _compare(laboratory, shape)
+        told.append(f"{100 * share:.0f} % of {count} ({shape})")
+    return ", ".join(told)
+
+
+@torch.inference_mode()
+def _compare(laboratory: Laboratory, shape: str) -> tuple[float, int]:
+    """Return at which share of how many roots drafts are those of the dense pass."""
+    recorder, features = Recorder(), FeatureRecorder()
+    prompts, prompt_params = laboratory.prompts()[:4], laboratory.params
+    configuration = {**SIMPLEST, "batch": 3, "shape": shape}
+    with laboratory.engine(configuration, extensions=[recorder, features]) as llm:
+        worker = llm.engine.runtime.worker
+        compute = _reference_of(worker)
+        asked = prompt_params(len(prompts), sampled=False, max_tokens=20)
+        outputs = llm.generate(prompts, asked)
+        whole = [[*output.prompt_token_ids, *output.token_ids] for output in outputs]
+        drafts = dict(recorder.drafts)
+        llm.generate(whole, prompt_params(len(whole), sampled=False, max_tokens=1))
+        texts = {}
+        for output, tokens in zip(outputs, whole, strict=True):
+            rows = features.features.get(tuple(tokens))
+            prompt = tuple(output.prompt_token_ids)
+            found = None if rows is None else torch.cat(rows)
+            texts[prompt] = Text(tuple(tokens), len(prompt), found)
+        for each in vars(worker).values():
+            if isinstance(each, PagedModel):  # a fused layer writes to the cache by itself
+                each._target.unfuse_layers()
+        return _judge(compute, worker, texts, drafts, shape)
+
+
+def _reference_of(worker: object) -> Reference:
+    """Return what computes a worker's drafts.
+
+    Raises:
+        NotApplicable: nothing does.
+    """
+    for kind, compute in ((FeatureDrafter, feature_chain), (TokenDrafter, token_chain)):
+        if isinstance(worker, kind):
+            own = [
+                name
+                for name in ("chain", "tree", "propose")
+                if getattr(type(worker), name) is not getattr(kind, name)
+            ]
+            if own:
+                raise NotApplicable(f"its worker has a {own[0]}() of its own")
+            return compute
+    raise NotApplicable("its worker is neither a FeatureDrafter nor a TokenDrafter")
+
+
+def _judge(
+    compute: Reference,
+    worker: Any,
+    texts: Mapping[tuple[int, ...], Text],
+    drafts: Mapping[Key, Drafted],
+    shape: str,
+) -> tuple[float, int]:
+    """Compare drafts with the dense pass's.
+
+    Raises:
+        Failure: they differ.
+    """
+    roots = [key for key in sorted(drafts, key=lambda k: (k[1] - len(k[0]), k)) if key[0] in texts]
+    roots = roots[:: max(1, len(roots) // ROOTS)][:ROOTS]
+
+    def chains(mistake: Mistake) -> dict[Key, list[int]]:
+        return {
+            key: compute(worker, texts[key[0]], key[1], drafts[key].depth, mistake)
+            for key in roots
+            if drafts[key].depth
+        }
+
+    expected = chains(NONE)
+    if not expected:
+        raise NotApplicable("no draft was made")
+    differing = [key for key, chain in expected.items() if not drafts[key].follows(chain)]
+    share = 1 - len(differing) / len(expected)
+    if share >= AGREE:
+        return share, len(expected)
+    shares = {}
+    for mistake in MISTAKES:
+        made = chains(mistake)
+        shares[mistake.told] = sum(drafts[k].follows(c) for k, c in made.items()) / len(made)
+    likeliest = max(shares, key=shares.__getitem__)
+    first = min(differing, key=lambda key: (key[1] - len(key[0]), key))
+    if shares[likeliest] > share + TOLD:
+        why = f"{100 * shares[likeliest]:.0f} % are what follows from a mistake in the {likeliest}"
+    else:
+        why = (
+            "no usual mistake (tokens, features, rows, positions, keys, token ids) gives what is "
+            "drafted; look at what extend() and the plans give the network"
+        )
+    raise Failure(
+        f"{100 * share:.0f} % of {len(expected)} drafts ({shape} shape) are those of a pass over "
+        f"the whole text without a cache; expected {100 * AGREE:.0f} %. {why}. First: the root at "
+        f"position {first[1]} of a prompt of {len(first[0])} tokens, drafted "
+        f"{list(drafts[first].tokens[1:])}; expected {expected[first]}."
+    )
