@@ -145,6 +145,11 @@ class Laboratory:
         texts = [json.loads(line)["prompt"][-end:] for line, end in zip(lines, ENDS, strict=False)]
         return [*texts, texts[-1][: len(texts[-1]) // 2]]
 
+    def held_out(self) -> list[str]:
+        """Return more texts, of middle length."""
+        lines = HELD_OUT.read_text().splitlines()
+        return [json.loads(line)["prompt"][-200:] for line in lines[:96]]
+
     def params(self, count: int, *, sampled: bool, max_tokens: int) -> list[SamplingParams]:
         """Return what is asked of each request: every other one is sampled, if any is."""
         return [
