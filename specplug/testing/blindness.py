@@ -36,9 +36,34 @@ def invariance(laboratory: Laboratory) -> str:
             raise Failure(
                 f"{shown(least)}: {100 * share:.0f} % of the drafts are those of the simplest "
                 f"configuration; expected {100 * AGREE:.0f} %: what is drafted after a text must "
-                f"not depend on how it came there. {parting}"
+                f"not depend on how it came there. {usual_causes(least)}{parting}"
             )
     return f"{100 * least_share:.1f} % agree in the worst of {len(stressed)} configurations"
+
+
+CAUSES: Mapping[str, str] = {
+    "batch": "rows of different requests are mixed up, or a row's state is not reset when another "
+    "request gets it (batch.first_chunk)",
+    "page_size": "slots are taken for positions",
+    "chunk": "the token after the end of a chunk (next_tokens), or positions, which go on from "
+    "batch.seq_lens",
+    "overlap": "something kept on the host, which is a step late",
+    "mixed": "a prefill and a decode step share something",
+    "cache": "positions or text of the part of a prompt that is found in the prefix cache, which "
+    "is not fed: they begin at batch.seq_lens",
+    "pressure": "a request that was retracted is prefilled again, with its output so far "
+    "(token_ids)",
+    "budget": "drafts are cut, and what is fed is narrower than what was drafted",
+    "transfer": "what export_draft_state leaves out, or build_disagg_draft_input, which must reset "
+    "a row's state as a first chunk does",
+}
+"""Usual causes, by the dimension along which drafts change."""
+
+
+def usual_causes(configuration: Configuration) -> str:
+    """Return the usual causes where drafts change in a configuration, as a sentence."""
+    causes = [cause for name, cause in CAUSES.items() if configuration[name] != SIMPLEST[name]]
+    return f"Usual causes: {'; '.join(causes)}. " if causes else ""
 
 
 def agreement(expected: Mapping[Key, Drafted], found: Mapping[Key, Drafted]) -> float:

@@ -91,7 +91,7 @@ class Mistake:
         told: of it, as an author says it.
         own_tokens: of committed rows the tokens at them are read, not those after them.
         features_before: of committed rows the features of the row before.
-        last_row: the draft goes on from so many rows before the last one.
+        last_row: the first token follows the row that is so many before the last one.
         positions: of drafted rows are so much greater.
         restart: positions after the prompt are counted from 0.
         unseen_last: the key of the last committed row is not seen.
@@ -165,19 +165,19 @@ def feature_chain(
 ) -> list[int]:
     """Return the likeliest chain of a ``FeatureDrafter``."""
     assert text.features is not None
-    rows = root - mistake.last_row
     first = 0 if mistake.own_tokens else 1
-    tokens, features = list(text.tokens[first : rows + first]), text.features[:rows]
+    tokens, features = list(text.tokens[first : root + first]), text.features[:root]
     if mistake.features_before:
         features = torch.cat((features[:1], features[:-1]))
     hidden, chain = features, list[int]()
     while True:
-        plan = _plan(text, rows, len(tokens), mistake)
+        plan = _plan(text, root, len(tokens), mistake)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, plan: DensePlan = plan) -> Tensor:
             return plan.attend(KVCache(), layer, q, k, v)
 
-        last = worker.forward(torch.tensor(tokens), hidden, plan.positions, attend)[-1:]
+        row = len(tokens) - 1 - (0 if chain else mistake.last_row)
+        last = worker.forward(torch.tensor(tokens), hidden, plan.positions, attend)[row : row + 1]
         token = int(worker.token_ids[worker.logits(last).argmax()])
         chain.append(token + mistake.ids)
         if len(chain) == steps:
@@ -190,11 +190,10 @@ def token_chain(
     worker: TokenDrafter, text: Text, root: int, steps: int, mistake: Mistake
 ) -> list[int]:
     """Return the likeliest chain of a ``TokenDrafter``."""
-    rows = root + 1 - mistake.last_row
-    tokens, chain = list(text.tokens[:rows]), list[int]()
+    tokens, chain = list(text.tokens[: root + 1]), list[int]()
     while True:
-        plan = _plan(text, rows, len(tokens), mistake)
-        last = torch.tensor([len(tokens) - 1])
+        plan = _plan(text, root + 1, len(tokens), mistake)
+        last = torch.tensor([len(tokens) - 1 - (0 if chain else mistake.last_row)])
         logits = worker.logits(torch.tensor(tokens), plan, last)
         token = int(worker.token_ids[logits.argmax()])
         chain.append(token + mistake.ids)
@@ -345,16 +344,30 @@ def _judge(
         shares[mistake.told] = sum(drafts[k].follows(c) for k, c in made.items()) / len(made)
     likeliest = max(shares, key=shares.__getitem__)
     first = min(differing, key=lambda key: (key[1] - len(key[0]), key))
+    why = _place(expected, drafts)
     if shares[likeliest] > share + TOLD:
         why = f"{100 * shares[likeliest]:.0f} % are what follows from a mistake in the {likeliest}"
-    else:
-        why = (
-            "no usual mistake (tokens, features, rows, positions, keys, token ids) gives what is "
-            "drafted; look at what extend() and the plans give the network"
-        )
     raise Failure(
         f"{100 * share:.0f} % of {len(expected)} drafts ({shape} shape) are those of a pass over "
         f"the whole text without a cache; expected {100 * AGREE:.0f} %. {why}. First: the root at "
         f"position {first[1]} of a prompt of {len(first[0])} tokens, drafted "
         f"{list(drafts[first].tokens[1:])}; expected {expected[first]}."
+    )
+
+
+def _place(expected: Mapping[Key, list[int]], drafts: Mapping[Key, Drafted]) -> str:
+    """Return where to look, by which drafts are right."""
+    if all(drafts[key].follows(chain[:1]) for key, chain in expected.items()):
+        return (
+            "The first tokens are right, and later ones are not: look at what drafted rows get, "
+            "their slots (offset, lead), positions, mask and features"
+        )
+    if all(drafts[key].follows(c) for key, c in expected.items() if key[1] == len(key[0])):
+        return (
+            "Drafts after a prompt are right, and those after a verify are not: look at the keys "
+            "of accepted rows (all must be written, in their order), their tokens and features"
+        )
+    return (
+        "No usual mistake gives what is drafted: look at what the first token comes from, the "
+        "tokens, features, positions and keys of committed rows, and last_rows"
     )
