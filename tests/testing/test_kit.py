@@ -1,0 +1,189 @@
+"""The conformance kit: its verdicts, its page, its ways to be called."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mutants import HookMisspelt, Item, WithEagle3
+
+import specplug
+from specplug.errors import UsageError
+from specplug.testing import Failure, NotApplicable, Subject, all_checks
+from specplug.testing.check import PAGE, Check
+from specplug.testing.configuration import DIMENSIONS, SIMPLEST, cover, is_possible, smallest
+from specplug.testing.kit import checks_named
+from specplug.testing.laboratory import Drafted, Laboratory
+from specplug.testing.verdict import Verdict, grade_of, judge
+
+REPOSITORY = Path(specplug.__file__).parents[1]
+RIGHT = "EAGLE3", "STANDALONE", "NGRAM", "DFLASH"
+QUICK = "conduct.waits", "conduct.lifetime", "conduct.state", "blind.noise", "blind.reference"
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_plugin_gives_no_failure(name: str) -> None:
+    laboratory = Laboratory(Subject(algorithm=name))
+    verdicts = [judge(check, laboratory) for check in checks_named(QUICK)]
+    assert [verdict.told for verdict in verdicts if verdict.is_wrong] == []
+
+
+def test_every_check_has_its_section() -> None:
+    headings = re.findall(r"^## (.+)$", (REPOSITORY / PAGE).read_text(), re.MULTILINE)
+    anchors = {heading.lower().replace(".", "").replace(" ", "-") for heading in headings}
+    assert {check.page.partition("#")[2] for check in all_checks()} <= anchors
+    named = {heading for heading in headings if "." in heading}
+    assert named == {check.id for check in all_checks()}
+
+
+def test_section_says_the_grade_of_its_check() -> None:
+    sections = re.split(r"^## ", (REPOSITORY / PAGE).read_text(), flags=re.MULTILINE)[1:]
+    grades = {}
+    for section in sections:
+        heading, _, text = section.partition("\n\n")
+        grades[heading] = text[1:].partition(".")[0].partition(",")[0].lower()
+    assert all(grades[check.id] == check.grade for check in all_checks())
+
+
+def _check(error: Exception | None) -> Check:
+    def run(laboratory: Laboratory) -> str:
+        if error is not None:
+            raise error
+        return "measured"
+
+    return Check("blind.made", "silver", "made for a test", run)
+
+
+def _judged(error: Exception | None, reason: str | None = None) -> Verdict:
+    expected = {} if reason is None else {"blind.made": reason}
+    subject = Subject(algorithm="NGRAM", expected_failures=expected)
+    return judge(_check(error), Laboratory(subject))
+
+
+def test_expected_failure_that_fails_is_expected() -> None:
+    verdict = _judged(Failure("found"), "no time")
+    assert verdict.status == "expected"
+    assert not verdict.is_wrong
+    assert "no time" in verdict.told
+    assert "found" in verdict.told
+
+
+def test_expected_failure_that_passes_is_wrong() -> None:
+    verdict = _judged(None, "no time")
+    assert verdict.status == "passed unexpectedly"
+    assert verdict.is_wrong
+    assert "take 'blind.made' out" in verdict.told
+
+
+def test_expected_failure_without_reason_is_refused() -> None:
+    with pytest.raises(UsageError, match="expected the reason"):
+        Subject(algorithm="NGRAM", expected_failures={"exact.tokens": " "})
+
+
+def test_check_that_raises_anything_is_a_failure() -> None:
+    verdict = _judged(ZeroDivisionError("by zero"))
+    assert verdict.status == "failed"
+    assert "ZeroDivisionError" in verdict.told
+    assert PAGE in verdict.told
+
+
+def test_grade_ends_below_a_failure() -> None:
+    passed, failed, other = _judged(None), _judged(Failure("")), _judged(NotApplicable(""))
+    assert grade_of([passed]) == "gold"
+    assert grade_of([passed, failed]) == "bronze"
+    assert grade_of([other]) == "gold"
+
+
+def test_unknown_check_is_refused_with_the_nearest() -> None:
+    with pytest.raises(UsageError, match=r"did you mean exact\.tokens"):
+        checks_named(["exact.token"])
+
+
+def test_cover_has_every_possible_pair() -> None:
+    found = cover()
+    for a, first in DIMENSIONS.items():
+        for b, second in DIMENSIONS.items():
+            for x in first:
+                for y in second:
+                    both = {**SIMPLEST, a: x, b: y}
+                    if a < b and is_possible(both):
+                        assert any(each[a] == x and each[b] == y for each in found), (a, x, b, y)
+    assert all(map(is_possible, found))
+
+
+def test_smallest_configuration_has_what_fails_alone() -> None:
+    failing = {**SIMPLEST, "chunk": 5, "batch": 8, "cache": True}
+    found = smallest(failing, lambda c: c["chunk"] is not None and c["batch"] > 1)
+    assert found == {**SIMPLEST, "chunk": 8, "batch": 3}
+
+
+@pytest.mark.parametrize(
+    ("parents", "chain", "follows"),
+    [
+        ((-1, 0, 1), (5, 6, 7), True),
+        ((-1, 0, 1), (5, 7), False),
+        ((-1, 0, 0), (6, 9), True),
+        ((-1, 0, 0), (9,), False),
+        ((-1, 0, 1), (5,), True),
+    ],
+)
+def test_draft_follows_a_chain_to_its_leaves(
+    parents: tuple[int, ...], chain: tuple[int, ...], follows: bool
+) -> None:
+    assert Drafted(tokens=(4, 5, 6), parents=parents).follows(chain) is follows
+
+
+def test_read_is_told_with_its_line() -> None:
+    laboratory = Laboratory(Subject(algorithm=WithEagle3(Item)))
+    verdict = judge(checks_named(["conduct.waits"])[0], laboratory)
+    assert "if batch.seq_lens.max().item() < 0:" in verdict.told
+
+
+def test_plugin_object_of_wrong_form_fails() -> None:
+    verdict = judge(checks_named(["form.hooks"])[0], Laboratory(Subject(algorithm=HookMisspelt())))
+    assert verdict.status == "failed"
+
+
+def test_import_of_torch_at_the_top_is_found(plugin_folder: Any) -> None:
+    plugin_folder.write("HEAVY", ("from specplug import", "import torch\nfrom specplug import"))
+    done = plugin_folder.specplug("check", "HEAVY", "--only", "form.listing")
+    assert done.returncode == 1
+    assert "imports torch at its top" in done.stderr
+
+
+def test_check_prints_table_and_grade(plugin_folder: Any) -> None:
+    done = plugin_folder.specplug("check", "NGRAM", "--only", "form", "--only", "conduct.waits")
+    assert done.returncode == 0, done.stderr
+    assert "form.listing" in done.stdout
+    assert "conduct.waits" in done.stdout
+    assert "no read" in done.stdout
+    assert "grade: gold" in done.stdout
+
+
+def test_check_prints_json(plugin_folder: Any) -> None:
+    done = plugin_folder.specplug("check", "NGRAM", "--only", "form", "--json")
+    told = json.loads(done.stdout)
+    assert told["algorithm"] == "NGRAM"
+    assert told["kit_version"] >= 1
+    assert {check["status"] for check in told["checks"]} == {"passed"}
+
+
+def test_pytest_checks_a_name_in_an_empty_folder(plugin_folder: Any) -> None:
+    command = ["-p", "no:cacheprovider", "--specplug", "NGRAM", "--specplug-check", "form", "-v"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *command],
+        cwd=plugin_folder.path,
+        env=plugin_folder.environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test_conforms[form.listing] PASSED" in done.stdout
+    assert "2 passed" in done.stdout
