@@ -20,6 +20,7 @@ now and then another candidate is the likeliest."""
 def invariance(laboratory: Laboratory) -> str:
     """Compare the drafts of a simple run with those of stressed ones, root by root."""
     simple = laboratory.observe(SIMPLEST)
+    _same_in_chunks(laboratory)
     stressed = [c for c in cover() if c["shape"] == "declared" and c != SIMPLEST]
     least_share = 1.0
     for configuration in stressed:
@@ -41,12 +42,36 @@ def invariance(laboratory: Laboratory) -> str:
     return f"{100 * least_share:.1f} % agree in the worst of {len(stressed)} configurations"
 
 
+def _same_in_chunks(laboratory: Laboratory) -> None:
+    """Compare with a run of chunks, which changes nothing else: drafts must be equal, and not only
+    agree.
+
+    Raises:
+        Failure: they are not.
+    """
+    simple = laboratory.observe(SIMPLEST).drafts
+    configuration = {**SIMPLEST, "chunk": 5}
+    chunked = laboratory.observe(configuration).drafts
+    roots = [key for key in simple.keys() & chunked.keys() if simple[key] or chunked[key]]
+    equal = sum(simple[key].paths == chunked[key].paths for key in roots)
+    if equal < AGREE * len(roots):
+        key = min(
+            (key for key in roots if simple[key].paths != chunked[key].paths),
+            key=lambda key: key[::-1],
+        )
+        raise Failure(
+            f"{shown(configuration)}: {100 * equal / len(roots):.0f} % of {len(roots)} drafts are "
+            f"those without chunks; expected {100 * AGREE:.0f} %. {usual_causes(configuration)}"
+            f"{shown_draft(*key, chunked[key], simple[key].tokens[1:])}"
+        )
+
+
 CAUSES: Mapping[str, str] = {
     "batch": "rows of different requests are mixed up, or a row's state is not reset when another "
     "request gets it (batch.first_chunk)",
     "page_size": "slots are taken for positions",
-    "chunk": "the token after the end of a chunk (next_tokens), or positions, which go on from "
-    "batch.seq_lens",
+    "chunk": "the token after the end of a chunk (next_tokens), positions, which go on from "
+    "batch.seq_lens, or text of later chunks that is not read",
     "overlap": "something kept on the host, which is a step late",
     "mixed": "a prefill and a decode step share something",
     "cache": "positions or text of the part of a prompt that is found in the prefix cache, which "
@@ -115,14 +140,19 @@ def replay(laboratory: Laboratory) -> str:
     if not roots:
         raise NotApplicable("no draft was made after the first step")
     outputs = dict(zip(_prompts_of(found.drafts), found.tokens, strict=True))
-    chosen = roots[:: max(1, len(roots) // 12)][:12]
+    full = [key for key in roots if found.drafts[key]]
+    chosen = [*_spread(full, 16), *_spread([key for key in roots if not found.drafts[key]], 8)]
     again = {
         (prompt, position): list(prompt) + list(outputs[prompt][: position - len(prompt)])
         for prompt, position in chosen
     }
     replayed = laboratory.observe(SIMPLEST, list(again.values()), max_tokens=3).drafts
     first = {key[0]: drafted for key, drafted in replayed.items() if key[1] == len(key[0])}
-    expected = {key: first[tuple(text)] for key, text in again.items() if tuple(text) in first}
+    expected = {
+        key: first[tuple(text)]
+        for key, text in again.items()
+        if tuple(text) in first and (found.drafts[key] or first[tuple(text)])
+    }
     share = agreement(expected, {key: found.drafts[key] for key in expected})
     if share < 0.9:
         told = first_parting(expected, found.drafts)
@@ -132,6 +162,11 @@ def replay(laboratory: Laboratory) -> str:
             f"a prefill. {told}"
         )
     return f"{100 * share:.0f} % of {len(expected)}"
+
+
+def _spread(keys: Sequence[Key], count: int) -> Sequence[Key]:
+    """Return so many of the keys, evenly."""
+    return keys[:: max(1, len(keys) // count)][:count]
 
 
 def _prompts_of(drafts: Mapping[Key, Drafted]) -> list[tuple[int, ...]]:

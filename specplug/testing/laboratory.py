@@ -52,6 +52,10 @@ class Drafted:
             paths.append((*before, self.tokens[node]) if node else ())
         return frozenset(paths[1:])
 
+    def __bool__(self) -> bool:
+        """Whether anything was drafted."""
+        return len(self.tokens) > 1
+
     @property
     def is_chain(self) -> bool:
         """Whether each node hangs from the one before it."""
