@@ -473,3 +473,22 @@ def register_commands(cli: click.Group) -> None:
     Args:
         cli: the command group, for ``cli.command()`` or ``cli.add_command()``.
     """
+
+
+@hookspec
+def register_options(command: click.Command) -> None:
+    """Add options to a command, each of which brings an object into its run.
+
+    Called for extensions alone, outside a run, before the arguments of ``specplug generate`` are
+    read. Every implementation is called. An extension that ``--disable-extension`` names is not
+    asked.
+
+    The value of such an option, unless it is None, is a plugin object, which the option's
+    ``callback`` makes of what was typed. It takes part in the run as those of
+    ``LLM(extensions=[…])`` do. So what an extension wraps costs nothing in the runs that do not ask
+    for it. A callback may refuse what was typed, by ``UsageError`` or click's errors. An option
+    that the command has already is left out, with a warning.
+
+    Args:
+        command: of that name and without parameters, for ``click.option(…)(command)``.
+    """

@@ -63,6 +63,7 @@ __all__ = [
     "SelectedAlgorithm",
     "build_plugin_manager",
     "register_commands",
+    "register_options",
 ]
 
 Entry = TypeVar("Entry", AlgorithmEntry, ExtensionEntry, HostEntry)
@@ -315,6 +316,13 @@ def register_commands(cli: click.Group, *, extension: Extension) -> None:
     manager = _hook_manager()
     _register_extension(manager, extension)
     manager.hook.register_commands(cli=cli)
+
+
+def register_options(command: click.Command, *, extension: Extension) -> None:
+    """Let one extension add its options to a command that runs a model, outside the run."""
+    manager = _hook_manager()
+    _register_extension(manager, extension)
+    manager.hook.register_options(command=command)
 
 
 def _hook_manager() -> pluggy.PluginManager:

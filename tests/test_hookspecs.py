@@ -23,6 +23,7 @@ BEFORE_STEPS = {
     "create_worker",
     "create_future_map",
     "register_commands",
+    "register_options",
 }
 """Called by the registry, ``start_algorithm`` and the command line: the same for all hosts."""
 HOST_PAGES = ["hosts/vllm/README.md", "hosts/sglang/README.md"]

@@ -7,7 +7,7 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,13 @@ from specplug.entries import (
 )
 from specplug.errors import UsageError
 from specplug.printable import printable
-from specplug.registry import Examination, Extension, Registry, register_commands
+from specplug.registry import (
+    Examination,
+    Extension,
+    Registry,
+    register_commands,
+    register_options,
+)
 from specplug.sources import heavy_imports, look
 
 DISTRIBUTIONS = ("specplug", "torch", "triton", "transformers", "tokenizers", "safetensors")
@@ -125,6 +131,7 @@ class Visit:
         file: of its module, or None.
         heavy: modules that its package imports at its top and should not, such as torch.
         commands: names of the commands that an extension adds.
+        options: those that it adds to ``specplug generate``.
         engine: of a host, the installed versions of its engine, by distribution.
         runs: of a host, what its engine is called; or why no algorithm can run there.
     """
@@ -133,6 +140,7 @@ class Visit:
     file: Path | None = None
     heavy: Sequence[str] = ()
     commands: Sequence[str] = ()
+    options: Sequence[str] = ()
     engine: Mapping[str, str | None] = attrs.field(factory=dict)
     runs: str = ""
 
@@ -164,7 +172,7 @@ class Visit:
             ],
         }
         own: dict[str, dict[str, Any]] = {
-            "extension": {"commands": list(self.commands)},
+            "extension": {"commands": list(self.commands), "options": list(self.options)},
             "host": {"engine": dict(self.engine), "runs": self.runs},
         }
         return {**found, **own.get(entry.kind, {})}
@@ -182,11 +190,19 @@ def _visit(registry: Registry, entry: AlgorithmEntry | ExtensionEntry | HostEntr
     examined = registry.examine(entry)
     if examined.entry.problems:
         return Visit(examined.entry, source.file, _heavy(entry))
-    names, problem = _commands(Extension(entry.name, examined.plugin, entry))
-    found = examined.entry
-    if problem is not None:
-        found = attrs.evolve(found, problems=(problem,))
-    return Visit(found, source.file, _heavy(entry), names)
+    group, command = click.Group("specplug"), click.Command("generate")
+    extension = Extension(entry.name, examined.plugin, entry)
+    problems = [
+        *_adding(extension, "commands", lambda: register_commands(group, extension=extension)),
+        *_adding(extension, "options", lambda: register_options(command, extension=extension)),
+    ]
+    return Visit(
+        attrs.evolve(examined.entry, problems=(*examined.entry.problems, *problems)),
+        source.file,
+        _heavy(entry),
+        commands=sorted(group.commands),
+        options=sorted(option.opts[0] for option in command.params),
+    )
 
 
 def _visit_host(examined: Examination[HostEntry], file: Path | None) -> Visit:
@@ -213,18 +229,15 @@ def _heavy(entry: PluginEntry) -> list[str]:
     return [] if place is None or place[0].startswith("specplug.") else heavy_imports(place[0])
 
 
-def _commands(extension: Extension) -> tuple[list[str], Problem | None]:
-    """Return the names of an extension's commands, or why it has none."""
-    group = click.Group("specplug")
+def _adding(extension: Extension, what: str, add: Callable[[], None]) -> Iterator[Problem]:
+    """Have an extension add its commands or options; yield why it cannot."""
     try:
-        register_commands(group, extension=extension)
-        return sorted(group.commands), None
+        add()
     except BaseException as error:
         let_ctrl_c_pass(error)
-        what = f"register_commands raised {error_line(error)}"
-        fix = "fix it; its commands are left out until then"
-        trace = plugin_traceback(error)
-        return [], extension.entry.problem(what, "commands of click", fix, trace)
+        found = f"register_{what} raised {error_line(error)}"
+        fix = f"fix it; its {what} are left out until then"
+        yield extension.entry.problem(found, f"{what} of click", fix, plugin_traceback(error))
 
 
 def _versions(hosts: Sequence[Visit]) -> dict[str, str | None]:
@@ -303,6 +316,9 @@ def _print_report(
         if visit.commands:
             names = ", ".join(visit.commands)
             click.echo(printable(f"commands of {visit.entry.name}: {names}"))
+        if visit.options:
+            names = ", ".join(visit.options)
+            click.echo(printable(f"options of {visit.entry.name} for generate: {names}"))
         if visit.runs:
             click.echo(printable(f"algorithms run in {visit.entry.name}: {visit.runs}"))
         _print_problems(visit.entry)

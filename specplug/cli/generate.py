@@ -14,6 +14,7 @@ import click
 
 from specplug.cli.options import (
     ENGINE,
+    EXTENSIONS,
     GRAMMAR,
     OWN,
     SAMPLING,
@@ -98,6 +99,7 @@ class Run:
     cls=GroupedCommand,
     params=[*SOURCES, *ENGINE, *SAMPLING, *GRAMMAR, VERBOSE],
     headings={"Prompts and output": SOURCES},
+    takes_extensions=True,
 )
 def generate(**options: Any) -> None:
     """Complete each PROMPT; a dash reads one from standard input.
@@ -122,7 +124,7 @@ def generate(**options: Any) -> None:
 
 def _generate(options: Mapping[str, Any], params: SamplingParams, out: TextIO | None) -> Run:
     """Complete the prompts; one alone is printed on ``out`` as it comes, if that is given."""
-    config = EngineConfig(**chosen((*ENGINE, OWN), options))
+    config = EngineConfig(**chosen((*ENGINE, OWN, EXTENSIONS), options))
     registry = Registry()
     check_speculation(registry.select(config.speculative_algorithm).info, config)
     registry.check_extensions(config.disable_extensions)

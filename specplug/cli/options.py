@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,8 +18,9 @@ from specplug.algorithm import AlgorithmInfo, SpecConfig
 from specplug.bounds import MAX_SECONDS, bound_of
 from specplug.cli.standard_output import reserve_standard_output
 from specplug.config import EngineConfig
+from specplug.contract import PluginWarning, error_line, let_ctrl_c_pass
 from specplug.errors import SpecplugError, UsageError, shown
-from specplug.registry import Registry
+from specplug.registry import Extension, Registry, register_options
 from specplug.sampling_params import SamplingParams
 from specplug.settings import (
     Choice,
@@ -90,11 +92,13 @@ class Duration(click.FloatRange):
         return number
 
 
-_OWN_OPTIONS = "specplug.own_options"
+_OWN_OPTIONS, _EXTENSION_OPTIONS = "specplug.own_options", "specplug.extension_options"
 _OWN_SETTINGS = "speculative_settings"
 OWN = click.Option([f"--{_OWN_SETTINGS}", _OWN_SETTINGS])
 """Stands for the algorithms' own settings in ``chosen``. It is an option of no command: each of the
 settings has an option of its own."""
+EXTENSIONS = click.Option(["--extensions", "extensions"])
+"""Stands for the plugin objects of extensions' options in ``chosen``, as ``OWN`` does."""
 
 
 def is_typed(ctx: click.Context, name: str) -> bool:
@@ -115,34 +119,75 @@ class GroupedCommand(click.Command):
     Args:
         headings: heading -> options that are no settings; these stand under their group. The
             headings come in the order of the options.
+        takes_extensions: whether installed extensions may add options (``register_options``).
     """
 
     def __init__(
-        self, *args: Any, headings: Mapping[str, Sequence[click.Parameter]], **more: Any
+        self,
+        *args: Any,
+        headings: Mapping[str, Sequence[click.Parameter]],
+        takes_extensions: bool = False,
+        **more: Any,
     ) -> None:
         super().__init__(*args, **more)
+        self._takes_extensions = takes_extensions
         self._headings = {option: name for name, options in headings.items() for option in options}
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments, among them the options of the settings that the named algorithms
-        have of their own. Those that were typed become one parameter, a mapping."""
-        ctx.meta[_OWN_OPTIONS] = own = _own_options(args)
+        have of their own, and those of extensions. The settings that were typed become one
+        parameter, a mapping; the extensions' objects another one, a tuple."""
+        registry = Registry()
+        ctx.meta[_OWN_OPTIONS] = own = _own_options(registry, args)
+        added = self._extension_options(ctx, registry, args) if self._takes_extensions else ()
+        ctx.meta[_EXTENSION_OPTIONS] = added
         rest = super().parse_args(ctx, args)
         found = {option.name or "": ctx.params.pop(option.name or "", None) for option in own}
         ctx.params[_OWN_SETTINGS] = {k: v for k, v in found.items() if is_typed(ctx, k)}
+        if self._takes_extensions:
+            objects = [ctx.params.pop(option.name or "", None) for option in added]
+            ctx.params["extensions"] = tuple(each for each in objects if each is not None)
         return rest
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Return the options, those of the algorithms' own settings too."""
-        return [*ctx.meta.get(_OWN_OPTIONS, ()), *super().get_params(ctx)]
+        """Return the options, those of the algorithms' own settings and of extensions too."""
+        own, added = (ctx.meta.get(key, ()) for key in (_OWN_OPTIONS, _EXTENSION_OPTIONS))
+        return [*own, *super().get_params(ctx), *added]
+
+    def _extension_options(
+        self, ctx: click.Context, registry: Registry, args: Sequence[str]
+    ) -> tuple[click.Parameter, ...]:
+        """Return the options that extensions add, but for those that this command has."""
+        found: list[click.Parameter] = []
+        for extension in _extensions_of(registry, args):
+            subject = extension.entry.subject
+            command = click.Command(ctx.info_name)
+            try:
+                with reserve_standard_output():
+                    register_options(command, extension=extension)
+            except BaseException as error:
+                let_ctrl_c_pass(error)
+                told = f"{subject}: register_options raised {error_line(error)}"
+                warnings.warn(told, PluginWarning, stacklevel=2)
+                continue
+            for option in command.params:
+                known = [*self.get_params(ctx), *found]
+                if any(_alike(option, other) for other in known):
+                    told = f"{subject}: {option.opts[0]} is left out: there is such an option"
+                    warnings.warn(told, PluginWarning, stacklevel=2)
+                else:
+                    found.append(option)
+        return tuple(found)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the groups, and last the options that are in none."""
         groups: dict[str, list[tuple[str, str]]] = {}
+        added = ctx.meta.get(_EXTENSION_OPTIONS, ())
         for option in self.get_params(ctx):
             record = option.get_help_record(ctx) if isinstance(option, click.Option) else None
             if record is not None:
                 own = option.group if isinstance(option, SettingOption) else "Other"
+                own = "Extensions" if option in added else own
                 groups.setdefault(self._headings.get(option, own), []).append(record)
         for name in sorted(groups, key=lambda name: name == "Other"):
             with formatter.section(name):
@@ -160,10 +205,25 @@ def options_of(kind: type[attrs.AttrsInstance], *groups: str) -> tuple[SettingOp
     )
 
 
-def _own_options(args: Sequence[str]) -> tuple[SettingOption, ...]:
+def _alike(option: click.Parameter, other: click.Parameter) -> bool:
+    same = set(option.opts + option.secondary_opts) & set(other.opts + other.secondary_opts)
+    return bool(same) or option.name == other.name
+
+
+def _extensions_of(registry: Registry, args: Sequence[str]) -> list[Extension]:
+    """Return the extensions that ``args`` do not disable. Of broken ones the run tells."""
+    named = {name.strip().upper() for name in _values_of(args, "--disable-extension")}
+    installed = [entry.name for entry in registry.extension_entries()]
+    disabled = [name for name in installed if name.upper() in named]
+    with warnings.catch_warnings(), reserve_standard_output():
+        warnings.simplefilter("ignore", PluginWarning)
+        return registry.extensions(disabled) if installed else []
+
+
+def _own_options(registry: Registry, args: Sequence[str]) -> tuple[SettingOption, ...]:
     """Make the options of the settings that the algorithms named in ``args`` have of their own.
     What a plugin prints when it is imported goes to standard error."""
-    registry, found = Registry(), list[SettingOption]()
+    found = list[SettingOption]()
     for name in dict.fromkeys(_algorithms_in(args)):
         with suppress(SpecplugError), reserve_standard_output():  # the command tells
             kind = registry.select(name).info.settings
@@ -175,15 +235,19 @@ def _own_options(args: Sequence[str]) -> tuple[SettingOption, ...]:
 def _algorithms_in(args: Sequence[str]) -> Iterator[str]:
     """Yield the algorithms' names in ``--speculative-algorithm`` or ``--speculative-algorithms``:
     in ``A+B`` two, and in ``A:steps=5,C`` two."""
-    for place, argument in enumerate(args):
-        option, is_joined, value = argument.partition("=")
-        if option not in ("--speculative-algorithm", "--speculative-algorithms"):
-            continue
-        text = value if is_joined else "".join(args[place + 1 : place + 2])
+    for text in _values_of(args, "--speculative-algorithm", "--speculative-algorithms"):
         for part in re.split("[,+]", text):
             name = part.partition(":")[0].strip()
             if name and "=" not in name:
                 yield name
+
+
+def _values_of(args: Sequence[str], *options: str) -> Iterator[str]:
+    """Yield what was typed for options, before the arguments are parsed."""
+    for place, argument in enumerate(args):
+        option, is_joined, value = argument.partition("=")
+        if option in options:
+            yield value if is_joined else "".join(args[place + 1 : place + 2])
 
 
 def _option(field: attrs.Attribute[Any], about: Setting) -> SettingOption:

@@ -42,6 +42,7 @@ from specplug.registry import (
     Registry,
     build_plugin_manager,
     register_commands,
+    register_options,
 )
 from specplug.speculative.defaults import CoreDefaults
 from specplug.speculative.hook_calls import HookCalls
@@ -209,6 +210,10 @@ class Everything:
     @hookimpl
     def register_commands(self, cli: click.Group) -> None:
         self._note("register_commands", cli)
+
+    @hookimpl
+    def register_options(self, command: click.Command) -> None:
+        self._note("register_options", command)
 
 
 @attrs.frozen(kw_only=True)
@@ -486,7 +491,9 @@ def calls() -> Mapping[str, list[tuple[Any, ...]]]:
     host.hooks.on_request_finished(host.runtime, report)
     host.hooks.on_text_forgotten(host.runtime, "a")
     entry = ExtensionEntry(name="e", value="own:it", distribution="of-e", version="1.0")
-    register_commands(click.Group("specplug"), extension=Extension("e", plugin, entry))
+    extension = Extension("e", plugin, entry)
+    register_commands(click.Group("specplug"), extension=extension)
+    register_options(click.Command("generate"), extension=extension)
     return plugin.calls
 
 
