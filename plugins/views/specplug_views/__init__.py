@@ -28,7 +28,11 @@ class Views:
     @hookimpl
     def register_options(self, command: click.Command) -> None:
         for name, kind, text in (
-            ("--trace", Trace, "Write a timeline of the steps, for ui.perfetto.dev, to a JSON file."),
+            (
+                "--trace",
+                Trace,
+                "Write a timeline of the steps, for ui.perfetto.dev, to a JSON file.",
+            ),
             ("--trees", Trees, "Write the drafts, step by step, to a page of HTML."),
         ):
             click.option(name, metavar="FILE", callback=_maker(kind), help=text)(command)

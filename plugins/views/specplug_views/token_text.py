@@ -35,8 +35,8 @@ class TokenText:
         return self._decode(tokens)
 
     def _piece(self, token: int) -> str:
-        """Return a token's text after another one, with the space that it begins with. Where that is
-        no whole character, what the vocabulary has."""
+        """Return a token's text after another one, with the space that it begins with. Where that
+        is no whole character, return what the vocabulary has."""
         if self._tokenizer is None:
             return f"⟨{token}⟩"
         before = self._decode([self._anchor])

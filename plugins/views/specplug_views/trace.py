@@ -41,7 +41,7 @@ class Trace:
     def __init__(self, path: str | Path) -> None:
         head = '{"displayTimeUnit":"ms","traceEvents":['
         self._file = GrowingFile(path, head, "\n]}\n")
-        self._began = time.perf_counter()
+        self._began: float | None = None
         self._runs: dict[int, _Run] = {}
         self._numbers = count(1)
 
@@ -49,8 +49,10 @@ class Trace:
     def create_worker(self, runtime: Runtime) -> Generator[None, object, object]:
         self._file.begin()
         worker = yield
+        if self._began is None:
+            self._began = time.perf_counter()
         run = self._runs[id(runtime)] = _Run(next(self._numbers))
-        self._file.add(run.names(runtime))
+        self._file.add(run.names(runtime, self._now()))
         return worker
 
     @hookimpl
@@ -62,7 +64,8 @@ class Trace:
         self._file.add(self._runs[id(runtime)].ended(report, self._now()))
 
     def _now(self) -> float:
-        """Return the microseconds since this object was made."""
+        """Return the microseconds since the first run began."""
+        assert self._began is not None
         return (time.perf_counter() - self._began) * 1e6
 
 
@@ -77,8 +80,9 @@ class _Run:
         self._engine, self._requests = 2 * number - 1, 2 * number
         self._tracks: dict[str, int] = {}
         self._device_end = self._host_end = 0.0
+        """Microseconds, when the last step ended, and the host's work on it."""
 
-    def names(self, runtime: Runtime) -> Iterator[Event]:
+    def names(self, runtime: Runtime, now: float) -> Iterator[Event]:
         """Yield the names of the tracks, and the run's settings."""
         config = runtime.config
         yield _name("process_name", self._engine, 0, f"engine: {config.algorithm}")
@@ -91,7 +95,7 @@ class _Run:
             "num_draft_tokens": config.num_draft_tokens,
             "device": str(runtime.device),
         }
-        yield self._event("i", _STEPS, "start", 0.0, s="p", args=settings)
+        yield self._event("i", _STEPS, "start", now, s="p", args=settings)
 
     def step(self, report: StepReport, now: float) -> Iterator[Event]:
         """Yield a step with its parts, what the host did for it, and what each request got.
@@ -173,7 +177,13 @@ class _Run:
         yield self._event("i", track, name, at, self._requests, s="t", args=about)
 
     def _event(
-        self, kind: str, track: int, name: str, start: float, process: int | None = None, **more: Any
+        self,
+        kind: str,
+        track: int,
+        name: str,
+        start: float,
+        process: int | None = None,
+        **more: Any,
     ) -> Event:
         """Return an event; the trace has times and durations in microseconds."""
         if "dur" in more:
@@ -199,7 +209,9 @@ def _about(report: StepReport) -> Event:
         "waiting": report.num_waiting,
         "retracted": list(report.retracted_ids),
     }
-    return {name: dumps(value) if isinstance(value, list) else value for name, value in found.items()}
+    return {
+        name: dumps(value) if isinstance(value, list) else value for name, value in found.items()
+    }
 
 
 def _mean(values: Sequence[int]) -> float | None:

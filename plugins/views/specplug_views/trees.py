@@ -93,7 +93,7 @@ class Trees:
 
     @hookimpl
     def on_request_finished(self, runtime: Runtime, report: RequestReport) -> None:
-        self._file.add(self._runs[id(runtime)].ended(report))
+        self._file.add([self._runs[id(runtime)].ended(report)])
 
 
 @attrs.frozen(eq=False)
@@ -108,6 +108,8 @@ class Seen:
         scores: [bs, N] float32; None: the draft has none, or this is a prefill.
         arrived: recorded after the copies; None: they are there.
         nodes: N.
+        most: nodes of each request's draft, at most, before a cut over the batch; None: there was
+            no such cut, and the nodes that were verified stand first.
         is_tree: whether the parents count: else each node follows the one before.
     """
 
@@ -116,6 +118,7 @@ class Seen:
     scores: Tensor | None = None
     arrived: Event | None = None
     nodes: int = 0
+    most: tuple[int, ...] | None = None
     is_tree: bool = False
 
     @property
@@ -135,7 +138,7 @@ class _Run:
     def __init__(self, number: int, runtime: Runtime) -> None:
         self._number = number
         self._text = TokenText(runtime.tokenizer)
-        self._requests: dict[str, tuple[str, GrowingText]] = {}
+        self._requests: dict[str, GrowingText] = {}
         self._pieces: set[int] = set()
         self._drafts: deque[Seen] = deque()
         self._prefills: deque[Seen] = deque()
@@ -168,14 +171,14 @@ class _Run:
         path = torch.where(index >= 0, index - draft.offsets.unsqueeze(1), -1)
         said = draft.pad(predict, fill=-1)
         values = torch.cat((tokens, parents, said, path, batch.seq_lens.unsqueeze(1)), dim=1)
-        integers, scores = _to_host(values), None if draft.scores is None else draft.scores.float()
         self._drafts.append(
             Seen(
                 requests=tuple(batch.requests),
-                integers=integers,
-                scores=None if scores is None else _to_host(scores),
+                integers=_to_host(values),
+                scores=None if draft.scores is None else _to_host(draft.scores),
                 arrived=_event(values),
                 nodes=draft.width,
+                most=None if draft.places is None else batch.max_draft_nodes,
                 is_tree=not draft.is_chain,
             )
         )
@@ -239,29 +242,25 @@ class _Run:
                 **self._new(request.request_id, new),
             }
 
-    def ended(self, report: RequestReport) -> Iterator[Record]:
-        """Yield the record of a request that has ended, if a step has shown it."""
-        if report.request_id in self._requests:
-            yield {
-                "kind": "end",
-                "request": self._key(report.request_id),
-                "reason": report.finish_reason,
-            }
+    def ended(self, report: RequestReport) -> Record:
+        """Return the record of a request that has ended, maybe before the record of its last step,
+        or without any."""
+        key = self._key(report.request_id)
+        return {"kind": "end", "request": key, "reason": report.finish_reason}
 
     def _key(self, request_id: str) -> str:
         """Return a request's name, unique in the file."""
-        return self._requests[request_id][0]
+        return f"{self._number}/{request_id}" if self._number else request_id
 
     def _begun(self, request: RequestView) -> Iterator[Record]:
         """Yield the record of a request that is seen for the first time."""
         if request.request_id in self._requests:
             return
         prompt = list(request.prompt_token_ids)
-        key = f"{self._number}/{request.request_id}" if self._number else request.request_id
-        self._requests[request.request_id] = key, GrowingText(self._text, prompt)
+        self._requests[request.request_id] = GrowingText(self._text, prompt)
         yield {
             "kind": "request",
-            "request": key,
+            "request": self._key(request.request_id),
             "run": self._number,
             "tokens": len(prompt),
             "prompt": self._text.all(prompt),
@@ -276,7 +275,7 @@ class _Run:
 
     def _new(self, request_id: str, tokens: Sequence[int]) -> Record:
         """Return the tokens that a request got, and the text that each adds."""
-        growing = self._requests[request_id][1]
+        growing = self._requests[request_id]
         return {"new": tokens, "text": [growing.add(token) for token in tokens]}
 
 
@@ -287,9 +286,7 @@ def _draft_of(seen: Seen, report: StepReport, i: int) -> Record:
     n = seen.nodes
     row: list[int] = seen.integers[i].tolist()
     said = row[2 * n : 3 * n]
-    # Padding stands last. After a cut over the batch nodes that were not verified may stand first.
-    last = max(node for node in range(n) if said[node] >= 0 or not node)
-    nodes = last + 1
+    nodes = report.widths[i] if seen.most is None else min(n, report.proposed[i], seen.most[i])
     found: Record = {
         "position": row[-1],
         "tokens": row[:nodes],
