@@ -59,7 +59,7 @@ def test_every_problem_of_every_plugin(plugin_folder, others):
     ]
     assert (found["C_OFF"]["status"], found["C_OFF"]["problems"]) == ("disabled", [])
     assert found["D_SOUND"]["status"] == "ok"
-    assert [e["status"] for e in report["extensions"]] == [
+    assert [e["status"] for e in report["extensions"] if e["name"] != "VIEWS"] == [
         "broken: import failed: ModuleNotFoundError: No module named 'nothing_there'"
     ]
     assert report["notes"] == ["SPECPLUG_DISABLE names GHOST, which is not installed"]

@@ -898,10 +898,8 @@ def test_extensions_given_as_objects_take_part(tiny_model: Path) -> None:
     with LLM(tiny_model, device="cpu", extensions=[watcher, failing]) as llm:
         with pytest.warns(PluginWarning, match=told):
             llm.generate([PROMPT], SHORT)
-        assert [e["name"] for e in llm.effective_config["extensions"]] == [
-            "Watcher",
-            "FailingWatcher",
-        ]
+        names = [e["name"] for e in llm.effective_config["extensions"]]
+        assert names[-2:] == ["Watcher", "FailingWatcher"]
     assert watcher.steps > failing.steps == 2
     assert watcher.ended == 1
 

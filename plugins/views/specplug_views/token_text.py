@@ -19,7 +19,7 @@ class TokenText:
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer = tokenizer
         self.piece = lru_cache(maxsize=None)(self._piece)
-        self._anchor = None if tokenizer is None else tokenizer.encode("a")[-1]
+        self._before: list[int] = [] if tokenizer is None else tokenizer.encode("a")[-1:]
 
     def _decode(self, tokens: Sequence[int]) -> str:
         assert self._tokenizer is not None
@@ -39,8 +39,8 @@ class TokenText:
         is no whole character, return what the vocabulary has."""
         if self._tokenizer is None:
             return f"⟨{token}⟩"
-        before = self._decode([self._anchor])
-        text = self._decode([self._anchor, token])
+        before = self._decode(self._before)
+        text = self._decode([*self._before, token])
         text = text[len(before) :] if text.startswith(before) else self._decode([token])
         if _UNFINISHED in text or not text:
             return f"⟨{self._tokenizer.convert_ids_to_tokens(token)}⟩"

@@ -118,10 +118,12 @@ def test_page_draws_the_tree_and_the_accepted_path(tree: Viewed) -> None:
           marked: all("#text mark", (mark) => mark.textContent) };""",
     )
     step = next(r for r in tree.records if r["kind"] == "decode" and r["request"] == "0")
-    pieces = {
-        int(k): v for r in tree.records if r["kind"] == "pieces" for k, v in r["pieces"].items()
+    seen = {
+        int(token): text.replace(" ", "·").replace("\n", "⏎")
+        for r in tree.records
+        if r["kind"] == "pieces"
+        for token, text in r["pieces"].items()
     }
-    seen = {token: text.replace(" ", "·").replace("\n", "⏎") for token, text in pieces.items()}
     assert found["took"] == [seen[step["tokens"][node]] for node in step["path"][1:]]
     assert found["root"] == [seen[step["tokens"][0]]]
     assert found["own"] == [seen[step["target"][step["path"][-1]]]]
@@ -138,12 +140,13 @@ def test_keys_walk_through_steps_and_requests(tree: Viewed) -> None:
     found = evaluate(
         tree.page,
         """const found = [state()];
-        for (const key of ["ArrowRight", "ArrowRight", "ArrowLeft", "j", "End", "Home", "j", "j", "k"]) {
+        for (const key of "ArrowRight ArrowRight ArrowLeft j End Home j j k".split(" ")) {
           press(key); found.push(state());
         }
         press("/"); found.push([document.activeElement.id, location.hash]);
         const jump = document.getElementById("jump"); jump.value = "3";
-        jump.dispatchEvent(new KeyboardEvent("keydown", { key: "Enter", bubbles: true })); found.push(state());""",
+        jump.dispatchEvent(new KeyboardEvent("keydown", { key: "Enter", bubbles: true }));
+        found.push(state());""",
     )
     steps = [sum(r.get("request") == str(i) and "new" in r for r in tree.records) for i in range(3)]
     walked = [(1, 1), (1, 2), (1, 3), (1, 2), (2, 2), (2, steps[1]), (2, 1), (3, 1), (3, 1), (2, 1)]
@@ -152,7 +155,8 @@ def test_keys_walk_through_steps_and_requests(tree: Viewed) -> None:
 
 
 def test_text_in_a_page_is_text(tmp_path: Path) -> None:
-    text = "</script><script>document.title = 'bad'</script><img src=x onerror=\"document.title='bad'\">"
+    bad = "document.title = 'bad'"
+    text = f'</script><script>{bad}</script><img src=x onerror="{bad}">'
     viewed = view(tmp_path, "NGRAM", SamplingParams(max_tokens=12), [text * 2])
     script = (
         "press('End'); const found = [document.title, document.getElementById('text').textContent];"
@@ -183,18 +187,18 @@ def test_two_thousand_steps_stay_quick(tree: Viewed, tmp_path: Path) -> None:
     found = evaluate(
         page,
         """const times = [];
-        for (const key of [...Array(60).fill("ArrowRight"), "End", ...Array(60).fill("ArrowLeft"), "Home"]) {
+        const right = Array(60).fill("ArrowRight"), left = Array(60).fill("ArrowLeft");
+        for (const key of [...right, "End", ...left, "Home"]) {
           const began = performance.now();
           press(key); document.getElementById("tree").getBoundingClientRect();
           times.push(performance.now() - began);
         }
         times.sort((a, b) => a - b);
-        const found = { median: times[times.length / 2 | 0], most: times[times.length - 1], state: state() };""",
+        const found = { median: times[times.length / 2 | 0], state: state() };""",
     )
     assert found["state"] == ["request 1 of 1", "step 1 of 2000"]
     assert page.stat().st_size < 4 << 20
-    assert found["median"] < 100  # milliseconds; 5 on an idle core
-    print(page.stat().st_size, found)
+    assert found["median"] < 100  # milliseconds
 
 
 def lengthened(tree: Viewed, steps: int) -> str:
