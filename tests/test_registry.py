@@ -480,14 +480,16 @@ def test_installed_extensions(plugin_folder):
     plugin_folder.write("fourth", code="import nothing_there", group=group)
     plugin_folder.write("fifth", code=EXTENSION, group=group, value="no way")
     registry = Registry()
-    assert [entry.status for entry in registry.extension_entries()] == [
+    entries = [entry for entry in registry.extension_entries() if entry.name != "VIEWS"]
+    assert [entry.status for entry in entries] == [
         "broken: malformed entry point fifth = 'no way'",
         *["installed"] * 4,
     ]
     with pytest.warns(PluginWarning) as warned:
         extensions = registry.extensions()
     said = "".join(str(warning.message) for warning in warned)
-    assert [extension.name for extension in extensions] == ["first", "second"]
+    names = [extension.name for extension in extensions if extension.name != "VIEWS"]
+    assert names == ["first", "second"]
     assert "extension third (specplug-third 1.0, specplug_third:algorithm): on_stp() is " in said
     assert "extension fourth (" in said
     assert "extension fifth (" in said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator, Sequence
-from itertools import count
+from itertools import accumulate, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,10 +63,10 @@ class Trace:
     def on_request_finished(self, runtime: Runtime, report: RequestReport) -> None:
         self._file.add(self._runs[id(runtime)].ended(report, self._now()))
 
-    def _now(self) -> float:
+    def _now(self) -> int:
         """Return the microseconds since the first run began."""
         assert self._began is not None
-        return (time.perf_counter() - self._began) * 1e6
+        return round((time.perf_counter() - self._began) * 1e6)
 
 
 class _Run:
@@ -79,10 +79,10 @@ class _Run:
     def __init__(self, number: int) -> None:
         self._engine, self._requests = 2 * number - 1, 2 * number
         self._tracks: dict[str, int] = {}
-        self._device_end = self._host_end = 0.0
+        self._device_end = self._host_end = 0
         """Microseconds, when the last step ended, and the host's work on it."""
 
-    def names(self, runtime: Runtime, now: float) -> Iterator[Event]:
+    def names(self, runtime: Runtime, now: int) -> Iterator[Event]:
         """Yield the names of the tracks, and the run's settings."""
         config = runtime.config
         yield _name("process_name", self._engine, 0, f"engine: {config.algorithm}")
@@ -97,24 +97,23 @@ class _Run:
         }
         yield self._event("i", _STEPS, "start", now, s="p", args=settings)
 
-    def step(self, report: StepReport, now: float) -> Iterator[Event]:
+    def step(self, report: StepReport, now: int) -> Iterator[Event]:
         """Yield a step with its parts, what the host did for it, and what each request got.
 
         Args:
             now: microseconds, when the host has processed it.
         """
-        micros = {part: seconds * 1e6 for part, seconds in report.seconds.items()}
-        host = micros.pop("host", 0.0)
-        total = sum(micros.values())
+        host = round(report.seconds.get("host", 0.0) * 1e6)
+        parts = {part: s * 1e6 for part, s in report.seconds.items() if part != "host"}
+        total = round(sum(parts.values()))
         start = max(self._device_end, now - total)
         yield self._event(
             "X", _STEPS, f"{report.mode} {report.number}", start, dur=total, args=_about(report)
         )
-        begin = start
-        for part, duration in micros.items():
-            end = min(begin + duration, start + total)
-            yield self._event("X", _STEPS, PARTS.get(part, part), begin, dur=end - begin)
-            begin = end
+        ends = [min(round(end), total) for end in accumulate(parts.values())]
+        for part, begin, end in zip(parts, [0, *ends], ends, strict=False):
+            name = PARTS.get(part, part)
+            yield self._event("X", _STEPS, name, start + begin, dur=end - begin)
         yield from self._counters(report, start)
         yield from self._of_requests(report, start, total)
         self._device_end = start + total
@@ -122,7 +121,7 @@ class _Run:
         yield self._event("X", _HOST, f"host {report.number}", start, dur=host)
         self._host_end = start + host
 
-    def _counters(self, report: StepReport, start: float) -> Iterator[Event]:
+    def _counters(self, report: StepReport, start: int) -> Iterator[Event]:
         """Yield the values that Perfetto draws as curves."""
         running = {"decode": len(report.decode_ids), "prefill": len(report.prefill_ids)}
         yield self._event("C", _STEPS, "batch size", start, args=running)
@@ -134,7 +133,7 @@ class _Run:
         pages = {"free": report.free_pages, "cached": report.cached_pages}
         yield self._event("C", _STEPS, "KV pages", start, args=pages)
 
-    def _of_requests(self, report: StepReport, start: float, total: float) -> Iterator[Event]:
+    def _of_requests(self, report: StepReport, start: int, total: int) -> Iterator[Event]:
         """Yield each request's share of a step, on its own track."""
         for i, request_id in enumerate(report.prefill_ids):
             tokens, cached = report.prefill_tokens[i], report.cached_tokens[i]
@@ -152,7 +151,7 @@ class _Run:
             yield from self._on_track(request_id, name, start, total, about)
 
     def _on_track(
-        self, request_id: str, name: str, start: float, total: float, about: Event
+        self, request_id: str, name: str, start: int, total: int, about: Event
     ) -> Iterator[Event]:
         yield from self._name_track(request_id)
         track = self._tracks[request_id]
@@ -163,7 +162,7 @@ class _Run:
             track = self._tracks[request_id] = len(self._tracks) + 1
             yield _name("thread_name", self._requests, track, f"request {request_id}")
 
-    def ended(self, report: RequestReport, now: float) -> Iterator[Event]:
+    def ended(self, report: RequestReport, now: int) -> Iterator[Event]:
         """Yield the end of a request."""
         yield from self._name_track(report.request_id)
         track = self._tracks[report.request_id]
@@ -181,14 +180,13 @@ class _Run:
         kind: str,
         track: int,
         name: str,
-        start: float,
+        start: int,
         process: int | None = None,
         **more: Any,
     ) -> Event:
-        """Return an event; the trace has times and durations in microseconds."""
-        if "dur" in more:
-            more["dur"] = round(more["dur"], 3)
-        place = {"pid": process or self._engine, "tid": track, "ts": round(start, 3)}
+        """Return an event. Times and durations are whole microseconds: what does not lie exactly
+        inside of another slice or after it, Perfetto leaves out."""
+        place = {"pid": process or self._engine, "tid": track, "ts": start}
         return {"ph": kind, "name": name, **place, **more}
 
 

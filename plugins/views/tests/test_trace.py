@@ -20,7 +20,7 @@ def test_steps_have_the_durations_of_the_reports(tree: Viewed) -> None:
     for report in reports:
         event = steps[f"{report.mode} {report.number}"]
         on_device = sum(s for part, s in report.seconds.items() if part != "host")
-        assert event["dur"] == pytest.approx(on_device * 1e6, abs=0.01)
+        assert event["dur"] == pytest.approx(on_device * 1e6, abs=1)
         assert event["args"]["widths"] == str(list(report.widths)).replace(" ", "")
 
 
@@ -30,9 +30,10 @@ def test_parts_stand_inside_of_their_steps(tree: Viewed) -> None:
     parts = [e for e in inside if e["name"] in PARTS.values()]
     assert len(steps) == len(tree.witness.reports)
     assert len(parts) == sum(len(r.seconds) - 1 for r in tree.witness.reports)
+    assert all(type(e[key]) is int for e in inside for key in ("ts", "dur"))
     for part in parts:
         assert any(
-            step["ts"] <= part["ts"] and part["ts"] + part["dur"] <= step["ts"] + step["dur"] + 0.01
+            step["ts"] <= part["ts"] and part["ts"] + part["dur"] <= step["ts"] + step["dur"]
             for step in steps
         )
 
@@ -48,7 +49,7 @@ def test_times_rise_on_every_track(tree: Viewed) -> None:
             assert 0 <= before["ts"] <= after["ts"]
         slices = [e for e in events if e["ph"] == "X" and e["name"] not in PARTS.values()]
         for before, after in pairwise(slices):
-            assert before["ts"] + before["dur"] <= after["ts"] + 0.01, (process, track)
+            assert before["ts"] + before["dur"] <= after["ts"], (process, track)
 
 
 def test_requests_have_tracks_with_accept_lengths(tree: Viewed) -> None:
