@@ -13,7 +13,11 @@ import pytest
 from specplug import LLM, RequestOutput, SamplingParams, StepReport, hookimpl
 from specplug_views import Trace, Trees
 
-PROMPTS = ["def mean(values):\n    ", "class Stack:\n    ", "import "]
+PROMPTS = [
+    "def mean(values):\n    ",
+    "class Stack:\n    def push(self, value):\n        self.values.append(value)\n\n    def ",
+    "import ",
+]
 
 
 class Witness:

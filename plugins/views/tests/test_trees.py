@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Generator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from specplug import LLM, SamplingParams, UsageError
+from specplug import LLM, PluginError, SamplingParams, UsageError, hookimpl
 from specplug.cli import main
 from specplug_views import Trace, Trees
+from specplug_views.token_text import GrowingText, TokenText
 
 from .conftest import PROMPTS, TREE, Viewed, records_of, view
 
@@ -23,7 +25,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "both": ("EAGLE3+NGRAM", {}),
     "none": ("NONE", {}),
     "budget": ("EAGLE3", {**TREE, "verify_budget": 14}),
-    "pressure": ("EAGLE3", {**TREE, "max_total_tokens": 56, "page_size": 4}),
+    "pressure": ("EAGLE3", {**TREE, "max_total_tokens": 64, "page_size": 4}),
     "no overlap": ("EAGLE3", {**TREE, "disable_overlap_schedule": True}),
     "mixed": ("EAGLE3", {**TREE, "enable_mixed_chunk": True, "chunked_prefill_size": 8}),
 }
@@ -47,6 +49,8 @@ def test_page_has_what_the_run_did(case: str, tmp_path: Path) -> None:
     check_drafts(viewed)
     if case == "pressure":
         assert any(report.retracted_ids for report in viewed.witness.reports)
+    if case == "mixed":
+        assert any(not all(report.sampled) for report in viewed.witness.reports)
     if case == "budget":
         assert any(-1 in r["target"] for r in viewed.records if r["kind"] == "decode")
 
@@ -142,6 +146,54 @@ def test_object_of_two_runs_shows_both(tmp_path: Path) -> None:
     assert [r["algorithm"] for r in records if r["kind"] == "run"] == ["EAGLE3", "NGRAM"]
     requests = [r["request"] for r in records if r["kind"] == "request"]
     assert len(set(requests)) == 2
+
+
+class Failing:
+    """Fails once, after a draft was verified."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    @hookimpl(wrapper=True)
+    def build_draft_input(self, batch: Any) -> Generator[None, Any, Any]:
+        self.steps += not batch.is_prefill
+        if self.steps == 3:
+            self.steps += 1
+            raise RuntimeError("once")
+        return (yield)
+
+
+def test_step_that_failed_is_not_shown_as_another(tmp_path: Path) -> None:
+    page = tmp_path / "trees.html"
+    views = [Trees(page), Failing()]
+    params = SamplingParams(max_tokens=16)
+    with LLM(device="cpu", speculative_algorithm="EAGLE3", extensions=views) as llm:
+        with pytest.raises(PluginError, match="once"):
+            llm.generate(PROMPTS, params)
+        outputs = llm.generate(PROMPTS, params)
+    records = records_of(page)
+    ends = [r["reason"] for r in records if r["kind"] == "end"]
+    assert ends == ["error"] * 3 + ["length"] * 3
+    for output in outputs:
+        own = [r for r in records if r.get("request") == output.request_id and "new" in r]
+        assert tuple(token for r in own for token in r["new"]) == output.token_ids
+
+
+def test_text_of_tokens_that_are_parts_of_characters() -> None:
+    with LLM(device="cpu") as llm:
+        tokenizer = llm.tokenizer
+        text = "größe — 日本語 🙂."
+        tokens = tokenizer.encode(text)
+        assert len(tokens) > len(text)
+        of_tokens = TokenText(tokenizer)
+        growing = GrowingText(of_tokens, tokenizer.encode("x = "))
+        added = [growing.add(token) for token in tokens]
+        assert "".join(added) == text
+        assert "" in added
+        assert of_tokens.piece(tokenizer.encode("日")[0]).startswith("⟨")
+        assert of_tokens.piece(tokenizer.encode("a the")[-1]) == " the"
+    unnamed = TokenText(None)
+    assert (unnamed.piece(7), unnamed.all([7, 8])) == ("⟨7⟩", "⟨7⟩⟨8⟩")
 
 
 def test_file_that_is_lost_stops_the_view_alone(tmp_path: Path) -> None:
