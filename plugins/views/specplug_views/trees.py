@@ -226,8 +226,8 @@ class _Run:
         if seen is None:
             return
         for i, request in enumerate(seen.requests):
-            yield from self._begun(request)
             draft = _draft_of(seen, report, i)
+            yield from self._begun(request, received=draft["tokens"][:1])
             used = {*draft["tokens"], *draft["target"]}
             yield from self._named(used)
             path, said = draft["path"], draft["target"]
@@ -252,8 +252,12 @@ class _Run:
         """Return a request's name, unique in the file."""
         return f"{self._number}/{request_id}" if self._number else request_id
 
-    def _begun(self, request: RequestView) -> Iterator[Record]:
-        """Yield the record of a request that is seen for the first time."""
+    def _begun(self, request: RequestView, received: Sequence[int] = ()) -> Iterator[Record]:
+        """Yield the record of a request that is seen for the first time.
+
+        Args:
+            received: its first token, if another instance has prefilled it.
+        """
         if request.request_id in self._requests:
             return
         prompt = list(request.prompt_token_ids)
@@ -264,6 +268,7 @@ class _Run:
             "run": self._number,
             "tokens": len(prompt),
             "prompt": self._text.all(prompt),
+            **self._new(request.request_id, received),
         }
 
     def _named(self, tokens: set[int]) -> Iterator[Record]:
@@ -276,7 +281,7 @@ class _Run:
     def _new(self, request_id: str, tokens: Sequence[int]) -> Record:
         """Return the tokens that a request got, and the text that each adds."""
         growing = self._requests[request_id]
-        return {"new": tokens, "text": [growing.add(token) for token in tokens]}
+        return {"new": list(tokens), "text": [growing.add(token) for token in tokens]}
 
 
 def _draft_of(seen: Seen, report: StepReport, i: int) -> Record:

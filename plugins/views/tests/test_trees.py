@@ -27,6 +27,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "budget": ("EAGLE3", {**TREE, "verify_budget": 14}),
     "pressure": ("EAGLE3", {**TREE, "max_total_tokens": 64, "page_size": 4}),
     "no overlap": ("EAGLE3", {**TREE, "disable_overlap_schedule": True}),
+    "two instances": ("EAGLE3", {**TREE, "disaggregation": "both"}),
     "mixed": ("EAGLE3", {**TREE, "enable_mixed_chunk": True, "chunked_prefill_size": 8}),
 }
 
@@ -49,6 +50,8 @@ def test_page_has_what_the_run_did(case: str, tmp_path: Path) -> None:
     check_drafts(viewed)
     if case == "pressure":
         assert any(report.retracted_ids for report in viewed.witness.reports)
+    if case == "two instances":
+        assert {r["run"] for r in viewed.records if r["kind"] == "step"} == {0, 1}
     if case == "mixed":
         assert any(not all(report.sampled) for report in viewed.witness.reports)
     if case == "budget":
