@@ -20,6 +20,7 @@ now and then another candidate is the likeliest."""
 def invariance(laboratory: Laboratory) -> str:
     """Compare the drafts of a simple run with those of stressed ones, root by root."""
     simple = laboratory.observe(SIMPLEST)
+    _same_in_order(laboratory)
     _same_in_chunks(laboratory)
     stressed = [c for c in cover() if c["shape"] == "declared" and c != SIMPLEST]
     least_share = 1.0
@@ -42,27 +43,51 @@ def invariance(laboratory: Laboratory) -> str:
     return f"{100 * least_share:.1f} % agree in the worst of {len(stressed)} configurations"
 
 
-def _same_in_chunks(laboratory: Laboratory) -> None:
-    """Compare with a run of chunks, which changes nothing else: drafts must be equal, and not only
-    agree.
+def _same_in_order(laboratory: Laboratory) -> None:
+    """Compare with a run of the same prompts in the opposite order, one after the other.
 
     Raises:
-        Failure: they are not.
+        Failure: the drafts are not equal.
+    """
+    others = laboratory.observe(SIMPLEST, laboratory.prompts()[::-1])
+    told = "after other requests: "
+    causes = (
+        "Usual causes: a row's state that is not reset when another request gets the row "
+        "(batch.first_chunk), text or counts of other requests. "
+    )
+    _demand_equal(laboratory, others.drafts, told, causes)
+
+
+def _same_in_chunks(laboratory: Laboratory) -> None:
+    """Compare with a run of chunks, which changes nothing else.
+
+    Raises:
+        Failure: the drafts are not equal.
+    """
+    configuration = {**SIMPLEST, "chunk": 5}
+    chunked = laboratory.observe(configuration)
+    told = f"{shown(configuration)}: "
+    _demand_equal(laboratory, chunked.drafts, told, usual_causes(configuration))
+
+
+def _demand_equal(
+    laboratory: Laboratory, found: Mapping[Key, Drafted], told: str, causes: str
+) -> None:
+    """Refuse drafts that are not equal to those of the simplest run: nothing makes them narrower.
+
+    Raises:
+        Failure: fewer than ``AGREE`` are.
     """
     simple = laboratory.observe(SIMPLEST).drafts
-    configuration = {**SIMPLEST, "chunk": 5}
-    chunked = laboratory.observe(configuration).drafts
-    roots = [key for key in simple.keys() & chunked.keys() if simple[key] or chunked[key]]
-    equal = sum(simple[key].paths == chunked[key].paths for key in roots)
-    if equal < AGREE * len(roots):
-        key = min(
-            (key for key in roots if simple[key].paths != chunked[key].paths),
-            key=lambda key: key[::-1],
-        )
+    roots = [key for key in simple.keys() & found.keys() if simple[key] or found[key]]
+    differing = [key for key in roots if simple[key].paths != found[key].paths]
+    if len(differing) > (1 - AGREE) * len(roots):
+        key = min(differing, key=lambda key: key[::-1])
+        share = 1 - len(differing) / len(roots)
         raise Failure(
-            f"{shown(configuration)}: {100 * equal / len(roots):.0f} % of {len(roots)} drafts are "
-            f"those without chunks; expected {100 * AGREE:.0f} %. {usual_causes(configuration)}"
-            f"{shown_draft(*key, chunked[key], simple[key].tokens[1:])}"
+            f"{told}{100 * share:.0f} % of {len(roots)} drafts are those of the simplest run; "
+            f"expected {100 * AGREE:.0f} %. {causes}"
+            f"{shown_draft(*key, found[key], simple[key].tokens[1:])}"
         )
 
 
