@@ -275,17 +275,20 @@ def test_disabled_extension_does_not_run(plugin_folder, monkeypatch):
     run = ["generate", "--max-new-tokens", "1", "x", "--disable-extension"]
     done = CliRunner().invoke(main, [*run, "TRACER"])
     assert (done.exit_code, marker.exists()) == (0, False), done.stderr
-    message = "unknown extension 'tracr': did you mean tracer? installed are tracer"
+    message = "unknown extension 'tracr': did you mean tracer? installed are "
     for command in (run, ["bench", "--disable-extension"], ["serve", "--disable-extension"]):
         done = CliRunner().invoke(main, [*command, "tracr"])
-        assert (done.exit_code, done.stderr) == (2, f"error: {message}\n")
+        assert done.exit_code == 2
+        assert done.stderr.startswith(f"error: {message}")
+        assert "tracer" in done.stderr.removeprefix(f"error: {message}")
     with pytest.raises(UsageError, match="unknown extension 'tracr'"):
         LLM(disable_extensions=["tracr"])
     with pytest.raises(UsageError, match="disable_extensions='tracer': expected a list"):
         LLM(disable_extensions="tracer")
     with LLM(disable_extensions=(name for name in ["tracer"])):  # which can be read once
         assert not marker.exists()
-    assert Registry().extensions(name for name in ["tracer"]) == []
+    left = Registry().extensions(name for name in ["tracer"])
+    assert "tracer" not in [extension.name for extension in left]
     with LLM():
         assert marker.exists()
 
