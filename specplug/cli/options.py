@@ -211,13 +211,16 @@ def _alike(option: click.Parameter, other: click.Parameter) -> bool:
 
 
 def _extensions_of(registry: Registry, args: Sequence[str]) -> list[Extension]:
-    """Return the extensions that ``args`` do not disable. Of broken ones the run tells."""
-    named = {name.strip().upper() for name in _values_of(args, "--disable-extension")}
-    installed = [entry.name for entry in registry.extension_entries()]
-    disabled = [name for name in installed if name.upper() in named]
+    """Return the extensions that ``args`` do not disable. Of broken ones the run tells.
+
+    Raises:
+        UsageError: one that is disabled is not installed. None has been imported then.
+    """
+    named = [name for name in _values_of(args, "--disable-extension") if name]
+    disabled = registry.check_extensions(named)
     with warnings.catch_warnings(), reserve_standard_output():
         warnings.simplefilter("ignore", PluginWarning)
-        return registry.extensions(disabled) if installed else []
+        return registry.extensions(disabled)
 
 
 def _own_options(registry: Registry, args: Sequence[str]) -> tuple[SettingOption, ...]:
@@ -245,6 +248,8 @@ def _algorithms_in(args: Sequence[str]) -> Iterator[str]:
 def _values_of(args: Sequence[str], *options: str) -> Iterator[str]:
     """Yield what was typed for options, before the arguments are parsed."""
     for place, argument in enumerate(args):
+        if argument == "--":
+            return
         option, is_joined, value = argument.partition("=")
         if option in options:
             yield value if is_joined else "".join(args[place + 1 : place + 2])
