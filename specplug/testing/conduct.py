@@ -143,7 +143,6 @@ STATES: Mapping[str, Callable[[Tensor], Tensor | None]] = {
     "never arrives": lambda tensor: None,
     "is all zeros": torch.zeros_like,
     "has twice as many entries": lambda tensor: torch.cat((tensor, tensor), dim=-1),
-    "has one entry": lambda tensor: tensor[..., :1],
     "is of another type": lambda tensor: tensor.to(torch.float16),
 }
 """What may come of another instance's draft state, by how it is told."""

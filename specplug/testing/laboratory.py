@@ -152,7 +152,7 @@ class Laboratory:
     def held_out(self) -> list[str]:
         """Return more texts, of middle length."""
         lines = HELD_OUT.read_text().splitlines()
-        return [json.loads(line)["prompt"][-200:] for line in lines[:96]]
+        return [json.loads(line)["prompt"][-200:] for line in lines[:64]]
 
     def params(self, count: int, *, sampled: bool, max_tokens: int) -> list[SamplingParams]:
         """Return what is asked of each request: every other one is sampled, if any is."""

@@ -7,6 +7,7 @@ before a class of the kit is collected.
 from __future__ import annotations
 
 import re
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -34,18 +35,37 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Collect the tests of the algorithms that are named."""
+def pytest_collection_modifyitems(
+    session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Add the tests of the algorithms that are named. They are no file's: so none of the files
+    around the kit's own, such as a ``conftest.py``, is taken for the user's."""
     names: list[str] = config.getoption("--specplug")
-    if not names:
-        return
-    from specplug.testing import named_algorithms
-    from specplug.testing.conformance import AlgorithmTests
+    if names:
+        path = config.rootpath / "specplug"
+        module = _NamedAlgorithms.from_parent(session, path=path, names=names)
+        items.extend(session.genitems(module))
 
-    for name in names:
-        label = f"Test_{re.sub(r'[^A-Z0-9]', '_', name.upper())}"
-        setattr(named_algorithms, label, type(label, (AlgorithmTests,), {"algorithm": name}))
-    config.args.append(str(named_algorithms.__file__))
+
+class _NamedAlgorithms(pytest.Module):
+    """A module of a class of tests for each algorithm that is named.
+
+    Args:
+        names: of the algorithms.
+    """
+
+    def __init__(self, *, names: list[str], **given: Any) -> None:
+        super().__init__(**given)
+        self._names = names
+
+    def _getobj(self) -> ModuleType:
+        from specplug.testing.conformance import AlgorithmTests
+
+        module = ModuleType("specplug.testing.named_algorithms")
+        for name in self._names:
+            label = f"Test_{re.sub(r'[^A-Z0-9]', '_', name.upper())}"
+            setattr(module, label, type(label, (AlgorithmTests,), {"algorithm": name}))
+        return module
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
