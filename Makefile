@@ -40,7 +40,7 @@ clean:
 
 # The folder plugins/ is newer when a plugin was added to it or taken away.
 $(VENV)/.installed: $(PROJECTS) constraints.txt plugins | $(BIN)/python
-	$(INSTALL) -e ".[bench,disagg,grammar,serve,test]" $(PLUGINS:%=-e ./%)
+	$(INSTALL) -e ".[bench,disagg,grammar,new,serve,test]" $(PLUGINS:%=-e ./%)
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

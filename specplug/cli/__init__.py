@@ -35,6 +35,7 @@ COMMANDS = {
     "serve": "specplug.cli.serve:serve",
     "doctor": "specplug.cli.doctor:doctor",
     "check": "specplug.cli.check:check",
+    "new": "specplug.cli.new:new",
 }
 """Sub-command -> the module and the click command in it."""
 
