@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import attrs
 import pluggy
+import torch
 from torch import Tensor
 
 from specplug import debug, hookspecs
@@ -66,7 +67,7 @@ class HookCalls:
         self._defaults = cast("CoreDefaults", manager.get_plugin(hookspecs.PROJECT))
         self._spec: Mapping[str, StateTensor] = {}
         self._lent: tuple[Runtime, LentRuntime] | None = None
-        self._relay = HostRelay()
+        self._relay: HostRelay | None = None  # until a plugin leaves something for the host
 
     @property
     def extensions(self) -> list[dict[str, str]]:
@@ -250,9 +251,8 @@ class HookCalls:
             future_map=own_map(future_map),
         )
         checked = check_draft_input(self._plugins, hook, made, size, like, self._spec)
-        if checked.host:
-            self._relay.send(batch, checked.host, like.device)
-            self._hand_over(runtime, keep=IN_FLIGHT)  # where no step drafts
+        self._leave(batch, checked.host, like.device)
+        self._hand_over(runtime, keep=IN_FLIGHT)  # where no step drafts
         return checked
 
     def fixup_idle(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> DraftInput:
@@ -276,11 +276,21 @@ class HookCalls:
             future_map=own_map(future_map),
         )
         checked = check_draft_input(self._plugins, hook, made, size, last_tokens, self._spec)
-        self._relay.send(batch, checked.host, last_tokens.device)
+        self._leave(batch, checked.host, last_tokens.device)
         return checked
+
+    def _leave(
+        self, batch: Batch, tensors: Mapping[str, Tensor | None], device: torch.device
+    ) -> None:
+        """Start copying what a step leaves for the host, if it leaves something."""
+        if tensors:
+            self._relay = self._relay or HostRelay()
+            self._relay.send(batch, tensors, device)
 
     def _hand_over(self, runtime: Runtime, keep: int = 0) -> None:
         """Give plugins what steps have left for the host, but for the last ``keep`` steps."""
+        if self._relay is None:
+            return
         for request_ids, tensors in self._relay.arrived(keep):
             self.on_host_tensors(runtime, request_ids, tensors)
 

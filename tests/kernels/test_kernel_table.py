@@ -261,6 +261,8 @@ ASKED_BEFORE = {
     "paged_plan.py:_places": "there is a PagedAttention, which the table gave",
     "paged_plan.py:rows": "there is a PagedAttention, which the table gave",
     "paged_plan.py:_write": "there is a PagedAttention, which the table gave",
+    "seeded_noise.py:_kernel": "_uniform asks",
+    "seeded_noise.py:_uniform_in_torch": "_uniform asks; it is torch's",
     "exact_linear.py:": "Target._use_kernels imports it, where the table gave a PagedAttention",
     "exact_norms.py:": "Target._use_kernels imports it, where the table gave a PagedAttention",
     "exact_experts.py:": "Target._use_kernels imports it, where the table gave a PagedAttention",
