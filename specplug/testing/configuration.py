@@ -9,8 +9,6 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import attrs
-
 DIMENSIONS: Mapping[str, tuple[Any, ...]] = {
     "batch": (1, 3, 8),
     "page_size": (16, 1, 4),
@@ -104,16 +102,3 @@ def shown(configuration: Configuration) -> str:
     """Return what differs from the simplest configuration, as a line."""
     other = [f"{k}={v}" for k, v in configuration.items() if v != SIMPLEST[k]]
     return ", ".join(other) or "the simplest configuration"
-
-
-@attrs.frozen
-class Run:
-    """A configuration and the sampling of its requests.
-
-    Attributes:
-        configuration: of the engine.
-        sampled: whether every other request is sampled, with a seed of its own, not all greedy.
-    """
-
-    configuration: Configuration
-    sampled: bool = False

@@ -8,7 +8,7 @@ from specplug.testing.check import CHECKS, GRADES, Check
 
 
 def all_checks() -> list[Check]:
-    """Return the checks of the kit, in the order in which they run: quick ones first."""
+    """Return the checks of the kit, in the order of their grades."""
     from specplug.testing import (  # noqa: F401 - they add theirs
         blindness,
         conduct,

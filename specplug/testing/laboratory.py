@@ -85,13 +85,11 @@ class Observation:
         tokens: of each prompt's output.
         drafts: what was drafted for each request at each root.
         accept_length: tokens a verification; 0 if nothing was verified.
-        stats: what ``LLM.stats()`` says at the end.
     """
 
     tokens: list[tuple[int, ...]]
     drafts: Mapping[Key, Drafted]
     accept_length: float
-    stats: Mapping[str, Any]
 
 
 class Recorder:
@@ -204,9 +202,8 @@ class Laboratory:
                 for _ in range(1 + configuration["cache"]):  # once more, from the cache
                     tokens = [output.token_ids for output in llm.generate(texts, params)]
                     llm.check_pool()
-                stats = llm.stats()
-            length = stats["mean_accept_length"]
-            self._observed[key] = Observation(tokens, recorder.drafts, length, stats)
+                length = llm.stats()["mean_accept_length"]
+            self._observed[key] = Observation(tokens, recorder.drafts, length)
         return self._observed[key]
 
     @contextmanager

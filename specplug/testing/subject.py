@@ -49,8 +49,3 @@ class Subject:
             PluginError: it is broken.
         """
         return Registry().select(self.algorithm)
-
-    @property
-    def name(self) -> str:
-        """Of the algorithm."""
-        return self.selected.name
