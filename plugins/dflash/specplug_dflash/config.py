@@ -121,6 +121,11 @@ class DFlashConfig:
         return self.selector_top_k if self.selector_rank else 0
 
     @property
+    def is_drawn(self) -> bool:
+        """Whether a head draws a block's tokens one after the other."""
+        return self.gru_hidden_dim > 0
+
+    @property
     def most_steps(self) -> int:
         """The tokens that a block drafts."""
         return self.block_size - self.idle_rows
@@ -160,8 +165,6 @@ class DFlashConfig:
                 f"num_draft_tokens={nodes}: expected at least 2 with topk={topk}, "
                 "the root and one candidate"
             )
-        if self.gru_hidden_dim:
-            raise UsageError(f"topk={topk}: a Domino head drafts chains; use topk=1")
         if topk > self.draft_vocab_size:
             raise UsageError(
                 f"topk={topk}: the draft model knows {self.draft_vocab_size} tokens; "
@@ -174,7 +177,10 @@ class DFlashConfig:
         if steps > nodes - 1:
             reason = f"num_steps {steps} -> {nodes - 1}: {nodes} nodes reach no deeper"
             config = config.adjust(reason, num_steps=nodes - 1)
-        most = sum(topk**level for level in range(config.num_steps + 1))
+        steps = config.num_steps
+        most = sum(topk**level for level in range(steps + 1))
+        if self.is_drawn:  # K nodes of a level go on
+            most = min(most, 1 + topk + (steps - 1) * topk**2)
         if nodes > most:
             reason = f"num_draft_tokens {nodes} -> {most}: all paths of {config.num_steps} steps"
             config = config.adjust(reason, num_draft_tokens=most)

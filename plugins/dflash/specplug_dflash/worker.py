@@ -22,6 +22,8 @@ from specplug import (
     received_state,
 )
 from specplug_dflash.checkpoint import load_network
+from specplug_dflash.domino import DominoDrawing
+from specplug_dflash.drawing import DrawingHead, DrawnBlocks
 from specplug_dflash.network import DFlashNetwork
 from specplug_dflash.selector import CandidateSelector
 
@@ -48,6 +50,7 @@ class DFlashWorker:
         if self._has_own_ids:
             self._token_ids += network.d2t
         self._first_row = config.first_row
+        self._head = self._drawing_head()
         self._capture(runtime)
         self._width = runtime.config.num_draft_tokens
         self._topk = runtime.config.topk
@@ -71,6 +74,11 @@ class DFlashWorker:
     def _load(self, runtime: Runtime) -> DFlashNetwork:
         """Return the draft network of the run's checkpoint."""
         return load_network(runtime)
+
+    def _drawing_head(self) -> DrawingHead | None:
+        """Return what draws a block's tokens one after the other; None: each row is by itself, or
+        a head scores pairs."""
+        return None if self.network.prefix_gru is None else DominoDrawing(self.network, self._embed)
 
     def _capture(self, runtime: Runtime) -> None:
         """Ask the target for the features that the network fuses."""
@@ -188,6 +196,8 @@ class DFlashWorker:
             Tokens and parents, [bs, nodes] int64 each, and scores, [bs, nodes] float32.
         """
         hidden = self._hidden(roots, rows, *plans)
+        if self._head is not None:
+            return self._drawn(self._head, batch, roots, hidden).tree(self._topk, nodes)
         lattice = self._lattice(batch, roots, hidden, anchors)
         return likeliest_tree(lattice, roots, self._topk, nodes)
 
@@ -292,33 +302,35 @@ class DFlashWorker:
             Tokens [bs, N - 1] int64, and their scores [bs, N - 1]: of each token by itself,
             whatever stands before it, where no head knows that.
         """
-        if self.network.prefix_gru is not None:
-            return self._draw_corrected(batch, roots, hidden)
+        if self._head is not None:
+            return self._drawn(self._head, batch, roots, hidden).chain()
         drafting = hidden[:, self._first_row :]
         logits = self._coupled(batch, self._unary(drafting.flatten(0, 1)), drafting.shape[1])
         tokens, scores = self._likeliest(logits)
         return tokens.view(len(roots), -1), scores.view(len(roots), -1)
 
-    def _draw_corrected(self, batch: Batch, roots: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw the tokens of blocks one after the other, as a Domino head corrects them (arXiv
-        2605.29707). Arguments and results are those of ``_choose``."""
-        network = self.network
-        drafting = hidden[:, self._first_row :].transpose(0, 1).contiguous()
-        logits = self._unary(drafting.flatten(0, 1)).view(*drafting.shape[:2], -1)
-        state = network.read_token(self._embed(roots), None)
-        drawn: list[tuple[Tensor, Tensor]] = []
-        for index, row in enumerate(drafting):
-            row_logits = logits[index]
-            if index >= network.config.pure_draft_prefix_len:
-                row_logits = network.corrected(row_logits, row, state)
-            if not batch.greedy:
-                positions = (batch.seq_lens + 1 + index).unsqueeze(1)
-                row_logits = couple(self._runtime, batch, row_logits, positions, self._token_ids)
-            drawn.append(self._likeliest(row_logits))
-            if index + 1 < len(drafting):
-                state = network.read_token(self._embed(drawn[-1][0]), state)
-        tokens, scores = (torch.stack(each, dim=1) for each in zip(*drawn, strict=True))
-        return tokens, scores
+    def _drawn(self, head: DrawingHead, batch: Batch, roots: Tensor, hidden: Tensor) -> DrawnBlocks:
+        """Return the blocks whose tokens a head draws one after the other; arguments as in
+        ``_choose``."""
+        by_row = hidden.transpose(0, 1).contiguous()
+        drafting = by_row[self._first_row :]
+
+        def couple_row(logits: Tensor, index: int, paths: int) -> Tensor:
+            if batch.greedy:
+                return logits
+            positions = (batch.seq_lens + 1 + index).unsqueeze(1).expand(-1, paths)
+            return couple(self._runtime, batch, logits, positions, self._token_ids)
+
+        return DrawnBlocks(
+            head=head,
+            roots=roots,
+            anchors=by_row[0],
+            hidden=drafting,
+            logits=self._unary(drafting.flatten(0, 1)).view(*drafting.shape[:2], -1),
+            couple=couple_row,
+            likeliest=self._likeliest,
+            token_ids=self._token_ids,
+        )
 
     def _coupled(self, batch: Batch, logits: Tensor, steps: int) -> Tensor:
         """Add the target's noise to logits [bs * steps, V_draft] of the drafting rows of blocks; a

@@ -130,8 +130,20 @@ def test_domino_layout_loads(
     assert (config.gru_hidden_dim, config.emb_dim, config.pure_draft_prefix_len) == (12, 20, 1)
     assert (config.first_row, llm.effective_config["num_steps"]) == (0, 7)
     assert_loaded(llm, tensors)
-    with pytest.raises(UsageError, match="topk=2: a Domino head drafts chains"):
-        load(target, write_draft(tensors, layout), speculative_eagle_topk=2)
+
+
+def test_trees_of_a_domino_head_have_the_nodes_that_it_expands(
+    target: Path, write_draft: Write, domino: Callable[..., Second]
+) -> None:
+    """Two nodes of each level go on: 2 + 4 + 4 nodes, and the root."""
+    llm = load(
+        target,
+        write_draft(*domino()),
+        speculative_eagle_topk=2,
+        speculative_num_steps=3,
+        speculative_num_draft_tokens=14,
+    )
+    assert llm.effective_config["num_draft_tokens"] == 11
 
 
 @pytest.mark.parametrize(

@@ -323,6 +323,69 @@ def test_selector_drafts_trees_of_its_candidates(
         assert set(paths) == set(best)
 
 
+def domino_head(reference: Reference, prefix: int) -> Callable[[Tensor, Tensor, list[int]], Tensor]:
+    """Return what corrects a row's logits [V], by its hidden state [hidden] and by the root and the
+    tokens drawn before it."""
+    gru = torch.nn.GRU(32, 12, bias=False, dtype=torch.float64)
+    gru.load_state_dict({n: reference.w[f"prefix_gru.{n}"] for n in gru.state_dict()})
+
+    @torch.inference_mode()
+    def correct(logits: Tensor, hidden: Tensor, before: list[int]) -> Tensor:
+        if len(before) <= prefix:
+            return logits
+        _, state = gru(reference.embedding[torch.tensor(before)])
+        joint = torch.cat((hidden, state[-1]))
+        inner = torch.nn.functional.silu(reference.w["embed_proj.0.weight"] @ joint)
+        return logits + reference.w["embed_proj.2.weight"] @ inner
+
+    return correct
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_domino_trees_correct_each_path_by_its_own_tokens(
+    target: Path,
+    prompts: list[list[int]],
+    write_draft: Write,
+    domino: Callable[..., Second],
+    temperature: float,
+) -> None:
+    steps, topk, nodes = 3, 2, 9
+    spy, texts = run(
+        target,
+        write_draft(*domino()),
+        prompts[:3],
+        SamplingParams(max_tokens=8, temperature=temperature, seed=3),
+        speculative_num_steps=steps,
+        speculative_eagle_topk=topk,
+        speculative_num_draft_tokens=nodes,
+    )
+    reference = Reference(write_draft(*domino()), target, shift=True)
+    correct = domino_head(reference, 1)
+    assert len(spy.parents) == len(spy.drafts) >= 6
+    for (prompt, root, tokens, noise, scores), parents in zip(spy.drafts, spy.parents, strict=True):
+        committed = texts[prompt][: root + 1]
+        hidden, logits = (f(committed, steps) for f in (reference.hidden, reference.logits))
+        found: dict[tuple[int, ...], float] = {}
+        level: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
+        for row in range(steps):
+            children = []
+            for path, total in level:
+                own = correct(logits[row], hidden[row], [tokens[0], *path])
+                if temperature:
+                    own = own / temperature + noise[row]
+                best = own.log_softmax(-1).topk(topk)
+                pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+                children += [((*path, token), total + log) for token, log in pairs]
+            found |= dict(children)
+            level = sorted(children, key=lambda child: -child[1])[:topk]
+        paths: list[tuple[int, ...]] = [()]
+        for token, parent, score in zip(tokens[1:], parents[1:], scores[1:].tolist(), strict=True):
+            paths.append((*paths[parent], token))
+            own_score = found[paths[-1]] - found.get(paths[parent], 0.0)
+            assert score == pytest.approx(own_score, abs=1e-5)
+        assert set(paths[1:]) == set(sorted(found, key=lambda path: -found[path])[: nodes - 1])
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("shift", [True, False])
 @pytest.mark.parametrize(("steps", "prefix"), [(1, 1), (7, 1), (4, 0)])
@@ -340,21 +403,13 @@ def test_domino_corrects_each_token_by_those_before(
     params = SamplingParams(max_tokens=8, temperature=temperature, seed=3)
     spy, texts = run(target, draft, prompts[:3], params, speculative_num_steps=steps)
     reference = Reference(draft, target, shift=shift)
-    gru = torch.nn.GRU(32, 12, bias=False, dtype=torch.float64)
-    gru.load_state_dict({n: reference.w[f"prefix_gru.{n}"] for n in gru.state_dict()})
+    correct = domino_head(reference, prefix)
     assert len(spy.drafts) >= 6
     for prompt, root, drafted, noise, scores in spy.drafts:
         committed = texts[prompt][: root + 1]
         hidden, logits = (f(committed, steps) for f in (reference.hidden, reference.logits))
         for row in range(steps):
-            own = logits[row]
-            if row >= prefix:
-                read = reference.embedding[torch.tensor(drafted[: row + 1])]
-                with torch.inference_mode():
-                    _, state = gru(read)
-                joint = torch.cat((hidden[row], state[-1]))
-                inner = torch.nn.functional.silu(reference.w["embed_proj.0.weight"] @ joint)
-                own = own + reference.w["embed_proj.2.weight"] @ inner
+            own = correct(logits[row], hidden[row], drafted[: row + 1])
             if temperature:
                 own = own / temperature + noise[row]
             assert drafted[row + 1] == int(own.argmax())

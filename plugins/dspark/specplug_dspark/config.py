@@ -30,6 +30,11 @@ class DSparkConfig(DFlashConfig):
     confidence_head: bool = False
     confidence_head_with_markov: bool = False
 
+    @property
+    def is_drawn(self) -> bool:
+        """Whether a head draws a block's tokens one after the other."""
+        return self.markov_rank > 0
+
 
 def read_config(path: Path) -> DSparkConfig:
     """Read ``path / "config.json"``.

@@ -42,26 +42,24 @@ class MarkovHead(nn.Module):
         elif self.head_type == "rnn":
             self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
 
-    def step(self, before: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    def step(self, before: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Go one row on in each block.
 
         Args:
             before: [R, r] embeddings of the tokens before.
             hidden: [R, hidden] of these rows.
-            state: what the step before left; None at a block's first row.
+            state: [R, r], what the step before left; zeros at a block's first row.
 
         Returns:
             z [R, r], and the state for the next row.
         """
         if self.head_type == "vanilla":
-            return before, before
+            return before, state
         if self.head_type == "gated":
             gate = layers.linear(
                 torch.cat((hidden, before), dim=-1), self.gate_proj.weight, self.gate_proj.bias
             )
-            return torch.sigmoid(gate) * before, before
-        if state is None:
-            state = torch.zeros_like(before)
+            return torch.sigmoid(gate) * before, state
         joint = torch.cat((state, before, hidden), dim=-1)
         joint = layers.linear(joint, self.joint_proj.weight, self.joint_proj.bias)
         gate, candidate, out = joint.chunk(3, dim=-1)

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specplug import Batch, Runtime, couple
+from specplug import Batch, Runtime
 from specplug_dflash.checkpoint import load
+from specplug_dflash.drawing import DrawingHead, State
 from specplug_dflash.worker import DFlashWorker
 from specplug_dspark.config import read_config
 from specplug_dspark.network import DSparkNetwork, MarkovHead
@@ -28,48 +29,52 @@ class DSparkWorker(DFlashWorker):
         optional = frozenset({"confidence_head.proj.bias"})
         return load(DSparkNetwork, read_config(path), path, runtime, optional)
 
+    def _drawing_head(self) -> DrawingHead | None:
+        head = self.network.markov_head
+        return None if head is None else MarkovDrawing(head, self._first_row > 0)
+
     def _choose(self, batch: Batch, roots: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Choose as ``DFlashWorker`` does. The scores are a confidence head's, if there is one."""
-        head, confidence = self.network.markov_head, self.network.confidence_head
-        before = None
-        if head is None:
-            tokens, scores = super()._choose(batch, roots, hidden)
-        else:
-            tokens, scores, before = self._draw(head, batch, roots, hidden)
+        tokens, scores = super()._choose(batch, roots, hidden)
+        markov, confidence = self.network.markov_head, self.network.confidence_head
         if confidence is None:
             return tokens, scores
+        before = None
+        if markov is not None:
+            before = markov.markov_w1(torch.cat((roots.unsqueeze(1), tokens[:, :-1]), dim=1))
+            before = before.flatten(0, 1)
         drafting = hidden[:, self._first_row :].flatten(0, 1)
         sure = F.logsigmoid(confidence(drafting, before).float())
         return tokens, sure.view(tokens.shape)
 
-    def _draw(
-        self, head: MarkovHead, batch: Batch, roots: Tensor, hidden: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw the tokens of blocks, each with the bias of the ones before it.
 
-        Args:
-            roots, hidden: as in ``_choose``.
+class MarkovDrawing:
+    """A ``DrawingHead``. Of each path it knows the embedding of the last token, and the head's own
+    state, [R, r] each.
 
-        Returns:
-            Tokens [bs, N - 1] int64, their log-probabilities [bs, N - 1], and the embeddings
-            [bs * (N - 1), r] of the tokens before them.
-        """
-        first = self._first_row
-        by_row = hidden.transpose(0, 1).contiguous()
-        drafting = by_row[first:]
-        logits = self._unary(drafting.flatten(0, 1)).view(*drafting.shape[:2], -1)
-        before, state = head.markov_w1(roots), None
-        if first:  # the head was trained to pass over the anchor's row, too
-            _, state = head.step(before, by_row[0], None)
-        drawn, embeds = [], []
-        for index, row in enumerate(drafting):
-            latent, state = head.step(before, row, state)
-            row_logits = head.bias(latent, logits[index])
-            if not batch.greedy:
-                positions = (batch.seq_lens + 1 + index).unsqueeze(1)
-                row_logits = couple(self._runtime, batch, row_logits, positions, self._token_ids)
-            drawn.append(self._likeliest(row_logits))
-            embeds.append(before)
-            before = head.markov_w1(drawn[-1][0])
-        tokens, scores = (torch.stack(each, dim=1) for each in zip(*drawn, strict=True))
-        return tokens, scores, torch.stack(embeds, dim=1).flatten(0, 1)
+    Args:
+        head: the Markov head.
+        reads_anchor: whether the head passes over the anchor's row first, as it was trained to
+            where that drafts nothing.
+    """
+
+    def __init__(self, head: MarkovHead, reads_anchor: bool) -> None:
+        self._head = head
+        self._reads_anchor = reads_anchor
+
+    def begin(self, roots: Tensor, anchors: Tensor) -> State:
+        before: Tensor = self._head.markov_w1(roots)
+        own = torch.zeros_like(before)
+        if self._reads_anchor:
+            _, own = self._head.step(before, anchors, own)
+        return before, own
+
+    def correct(
+        self, index: int, logits: Tensor, hidden: Tensor, state: State
+    ) -> tuple[Tensor, State]:
+        before, own = state
+        latent, own = self._head.step(before, hidden, own)
+        return self._head.bias(latent, logits), (before, own)
+
+    def read(self, tokens: Tensor, state: State) -> State:
+        return self._head.markov_w1(tokens), state[1]

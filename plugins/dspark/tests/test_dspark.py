@@ -197,16 +197,30 @@ class SpyWorker(DSparkWorker):
     """Keeps what the heads read, and what they chose."""
 
     seen: list[tuple[Tensor, ...]]
+    rows: Tensor
 
     def _choose(self, batch: Batch, roots: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         tokens, scores = super()._choose(batch, roots, hidden)
-        noise = torch.zeros(1)
-        if not batch.greedy:
-            ahead = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
-            ids = torch.arange(VOCAB, device=tokens.device)
-            noise = self._runtime.gumbel_noise(batch, batch.seq_lens.unsqueeze(1) + ahead, ids)
+        noise = self._noise(batch, tokens.shape[1])
         self.seen.append(tuple(x.clone() for x in (roots, hidden, tokens, scores, noise)))
         return tokens, scores
+
+    def _hidden(self, *arguments: Any) -> Tensor:
+        self.rows = super()._hidden(*arguments)
+        return self.rows
+
+    def _tree(self, batch: Batch, roots: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        drafted = super()._tree(batch, roots, *arguments)
+        noise = self._noise(batch, self.rows.shape[1] - self._first_row)
+        self.seen.append(tuple(x.clone() for x in (roots, self.rows, *drafted, noise)))
+        return drafted
+
+    def _noise(self, batch: Batch, steps: int) -> Tensor:
+        if batch.greedy:
+            return torch.zeros(1)
+        ahead = torch.arange(1, steps + 1, device=batch.seq_lens.device)
+        ids = torch.arange(VOCAB, device=ahead.device)
+        return self._runtime.gumbel_noise(batch, batch.seq_lens.unsqueeze(1) + ahead, ids)
 
 
 class Spy(DSpark):
@@ -271,6 +285,31 @@ class Heads:
             tokens.append(before)
         return tokens, logs, sure
 
+    def expand(
+        self, root: int, hidden: Tensor, first: int, temperature: float, noise: Tensor, topk: int
+    ) -> dict[tuple[int, ...], float]:
+        """Return the paths that EAGLE-2 expands, and the logarithms of their probabilities."""
+        table = self.w["markov_head.markov_w1.weight"]
+        state = torch.zeros(RANK, dtype=torch.float64)
+        if first:
+            _, state = self.latent(hidden[0], table[root], state)
+        level = [((), 0.0, state)]
+        found: dict[tuple[int, ...], float] = {}
+        for row, h in enumerate(hidden[first:]):
+            children = []
+            for path, total, state in level:
+                before = path[-1] if path else root
+                z, after = self.latent(h, table[before], state)
+                logits = self.lm_head @ h + self.w["markov_head.markov_w2.weight"] @ z
+                if temperature:
+                    logits = logits / temperature + noise[row, self.ids]
+                logs, best = logits.log_softmax(-1).topk(topk)
+                for log, token in zip(logs.tolist(), self.ids[best].tolist(), strict=True):
+                    children.append(((*path, token), total + log, after))
+            found |= {path: total for path, total, _ in children}
+            level = sorted(children, key=lambda child: -child[1])[:topk]
+        return found
+
 
 @pytest.mark.parametrize("confidence", [None, False, True], ids=["none", "hidden", "markov"])
 @pytest.mark.parametrize("anchor", [False, True])
@@ -312,6 +351,46 @@ def test_blocks_are_those_of_the_plain_heads(
     assert blocks >= 4
 
 
+@pytest.mark.parametrize("head", TYPES)
+@pytest.mark.parametrize(
+    ("layout", "temperature"), [(FLAT, 0.0), (FLAT, 0.8), (NESTED, 0.0), (NESTED, 0.8)]
+)
+def test_trees_have_the_likeliest_paths_of_the_plain_heads(
+    target: Path,
+    prompts: list[list[int]],
+    tmp_path: Path,
+    layout: dict[str, Any],
+    temperature: float,
+    head: str,
+) -> None:
+    """A head's state follows each path, also of nodes that are not the first child."""
+    heads = Heads(write(tmp_path, layout, markov_head_type=head), target, head)
+    first, topk, nodes = 0 if layout is FLAT else 1, 3, 12
+    settings = {"speculative_eagle_topk": topk, "speculative_num_draft_tokens": nodes}
+    spy = Spy()
+    with load(target, tmp_path, spy, speculative_num_steps=4, **settings) as llm:
+        spy.seen.clear()
+        params = SamplingParams(max_tokens=6, temperature=temperature, seed=3)
+        llm.generate(prompts[:2], params)
+    ranks = set()
+    assert len(spy.seen) >= 2
+    for roots, hidden, tokens, parents, scores, noise in spy.seen:
+        for i, root in enumerate(roots.tolist()):
+            row = noise[i] if temperature else noise
+            found = heads.expand(root, hidden[i], first, temperature, row, topk)
+            best = sorted(found, key=lambda path: -found[path])[: nodes - 1]
+            paths: list[tuple[int, ...]] = [()]
+            drawn = zip(tokens[i, 1:], parents[i, 1:], scores[i, 1:], strict=True)
+            for token, parent, score in drawn:
+                above = paths[int(parent)]
+                paths.append((*above, int(token)))
+                wanted = found[paths[-1]] - found.get(above, 0.0)
+                assert float(score) == pytest.approx(wanted, rel=1e-4, abs=1e-4)
+                ranks.add((len(above), int(parent)))
+            assert set(paths[1:]) == set(best)
+    assert len({parent for depth, parent in ranks if depth}) > 2, "all paths are one chain"
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("confidence", [False, True])
 def test_without_a_markov_head_blocks_are_dflashs(
@@ -343,7 +422,7 @@ def test_without_a_markov_head_blocks_are_dflashs(
             assert scores[i].tolist() == pytest.approx(wanted, rel=1e-5, abs=1e-5)
 
 
-@pytest.mark.parametrize("head", TYPES)
+@pytest.mark.parametrize(("head", "topk"), [*zip(TYPES, (1, 1, 1), strict=True), ("rnn", 3)])
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(
     ("page_size", "chunk", "slots"), [(1, None, None), (16, 8, None), (1, None, 90)]
@@ -354,6 +433,7 @@ def test_tokens_are_those_of_none(
     expected: Tokens,
     tmp_path: Path,
     head: str,
+    topk: int,
     overlap: bool,
     page_size: int,
     chunk: int | None,
@@ -365,6 +445,8 @@ def test_tokens_are_those_of_none(
         target,
         tmp_path,
         speculative_num_steps=4,
+        speculative_eagle_topk=topk,
+        speculative_num_draft_tokens=5 if topk == 1 else 11,
         disable_overlap_schedule=not overlap,
         page_size=page_size,
         chunked_prefill_size=chunk,
