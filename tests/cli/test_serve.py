@@ -51,7 +51,7 @@ def test_every_engine_option_is_an_argument_of_llm() -> None:
         (("--max-model-len", "1"), "1 is not in the range"),
         (("--chat-template", "nowhere.jinja"), "'nowhere.jinja' does not exist"),
         (("--speculative-algorithm", "MAGIC"), "MAGIC"),
-        (("--speculative-algorithm", "DSPARK", "--speculative-eagle-topk", "2"), "chains only"),
+        (("--speculative-algorithm", "NONE", "--speculative-eagle-topk", "2"), "chains only"),
         (("prompt",), "unexpected extra argument"),
     ],
 )
