@@ -103,6 +103,8 @@ _LAZY = {
     "RequestReport": "specplug.speculative.report",
     "StepReport": "specplug.speculative.report",
     "AttentionPlan": "specplug.speculative.runtime",
+    "OwnText": "specplug.speculative.runtime",
+    "OwnTokens": "specplug.speculative.token_drafter",
     "KVCache": "specplug.speculative.runtime",
     "Lattice": "specplug.speculative.lattice",
     "likeliest_tree": "specplug.speculative.lattice",

@@ -71,7 +71,9 @@ slots from ``seq_lens`` on may be written, as many as ``batch.max_draft_nodes`` 
 written further on is lost. ``build_draft_input`` may write committed positions again, but those
 that a shared page of the prefix cache holds are kept. On acceptance the engine moves the
 **target's** KV to consecutive slots and compacts every tensor of ``per_node``. It moves **no draft
-cache**: ``build_draft_input`` writes the accepted rows there.
+cache**: ``build_draft_input`` writes the accepted rows there. A draft of another vocabulary may
+have several tokens of its own for one of the target's: ``allocate_kv(own_lengths=)`` gives each
+slot room for them, and ``runtime.own_text`` says where they stand.
 
 **max_draft_nodes binds.** A request's draft is cut to its ``batch.max_draft_nodes``, whatever was
 proposed: of a tree with ``scores`` the nodes that survive least likely first, else the last nodes.

@@ -44,6 +44,7 @@ class HostCapabilities:
         target_drafts: the target's own layers run for drafts, over its cache or a part of it.
         parts: an algorithm may hold others (``Runtime.part``).
         cache_salts: ``RequestView.cache_salt`` is what the request was given. Otherwise it is None.
+        own_lengths: a draft's text may have more tokens than the target's (``Runtime.own_text``).
     """
 
     name: str = attrs.field(validator=validators.instance_of(str))
@@ -62,6 +63,7 @@ class HostCapabilities:
     target_drafts: bool = False
     parts: bool = False
     cache_salts: bool = False
+    own_lengths: bool = False
 
     def obstacles(
         self, info: AlgorithmInfo, config: SpecConfig | None = None, *, own_verify: bool = False

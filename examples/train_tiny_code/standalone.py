@@ -3,19 +3,26 @@
 `python standalone.py --data DATA --model MODEL --out WEIGHTS` trains a Llama of the target's
 tokenizer on the target's distribution at temperature 1 (cross-entropy), at the tokens that the
 target wrote and at the corpus. Its embeddings and layers begin as some of the target's.
+
+`--vocabulary FOLDER` gives it the tokenizer of that folder instead. It reads a token that it lacks
+as the pieces which that tokenizer makes of it, and learns the target's distribution over the tokens
+that both know. `--start FOLDER` begins with the weights of a model of the target's vocabulary.
 """
 
 from __future__ import annotations
 
+import argparse
 import shutil
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from draft_training import arguments_of, load_target, parse, train, training_rows
-from target import build, configuration, forward, save
+from target import build, configuration, forward, load, save
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from specplug import TokenMap
 
 TOKENIZER = "tokenizer.json", "tokenizer_config.json"
 
@@ -34,6 +41,47 @@ def begin(config: LlamaConfig, target: LlamaForCausalLM, device: str) -> LlamaFo
     return draft
 
 
+class OwnRows:
+    """Rows of the target's tokens as a draft of another vocabulary reads them.
+
+    Args:
+        vocabulary: what is which of the target's tokens.
+        length: tokens of a row, of which a draft's row has room for a quarter more; what is past
+            that is left out.
+    """
+
+    def __init__(self, vocabulary: TokenMap, length: int) -> None:
+        self.vocabulary = vocabulary
+        self.length = length * 5 // 4
+
+    def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, L] → the draft's tokens [B, 1.25 L], the place of each token's last piece [B, L], and
+        whether that has room [B, L]."""
+        own, most = self.vocabulary, self.vocabulary.most_pieces
+        counts = own.num_pieces[tokens]
+        ends = counts.cumsum(1)
+        of_token = torch.arange(most, device=tokens.device)
+        to = (ends - counts).unsqueeze(2) + of_token
+        to = torch.where(of_token < counts.unsqueeze(2), to, self.length).clamp(max=self.length)
+        packed = tokens.new_zeros(len(tokens), self.length + 1)
+        packed.scatter_(1, to.flatten(1), own.pieces[tokens].flatten(1))
+        return packed[:, :-1], (ends - 1).clamp(max=self.length - 1), ends <= self.length
+
+
+def begin_from(
+    start: LlamaForCausalLM, vocabulary: TokenMap, config: LlamaConfig, device: str
+) -> LlamaForCausalLM:
+    """A draft of another vocabulary with the weights of a model of the target's. All its tokens are
+    among the target's."""
+    draft = build(config, device)
+    state = start.state_dict()
+    rows = torch.empty_like(draft.lm_head.weight)
+    rows[vocabulary.draft_ids] = state["model.embed_tokens.weight"][vocabulary.target_ids]
+    state["model.embed_tokens.weight"] = state["lm_head.weight"] = rows
+    draft.load_state_dict(state)
+    return draft
+
+
 def draft_loss(logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     """(cross-entropy to the target's distribution, share of its top tokens found [1]).
 
@@ -45,12 +93,26 @@ def draft_loss(logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     return loss, (logits.argmax(-1) == wanted.argmax(-1)).float().mean().detach()[None]
 
 
+def _vocabulary(arguments: argparse.Namespace, device: str) -> TokenMap:
+    """The map between the target's tokens and those of `--vocabulary`."""
+    target, own = map(AutoTokenizer.from_pretrained, (arguments.model, arguments.vocabulary))
+    return TokenMap.between(
+        target,
+        own,
+        vocab_size=len(target),
+        draft_vocab_size=len(own),
+        name=str(arguments.vocabulary),
+    ).to(torch.device(device))
+
+
 def main() -> None:
     """Trains for some epochs over generations and corpus."""
     parser = arguments_of(__doc__, epochs=20, batch=128, rate=6e-3)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=160)
     parser.add_argument("--intermediate", type=int, default=416)
+    parser.add_argument("--vocabulary", type=Path, help="a folder with another tokenizer")
+    parser.add_argument("--start", type=Path, help="a model of the target's vocabulary")
     arguments = parse(parser)
     device, out = arguments.device, arguments.out
     data = training_rows(arguments.data, device)
@@ -58,7 +120,16 @@ def main() -> None:
     config = configuration(
         arguments.layers, arguments.hidden, arguments.intermediate, arguments.hidden // 32
     )
-    draft = begin(config, target, device).train()
+    vocabulary, own_rows = None, None
+    if arguments.vocabulary is None:
+        draft = begin(config, target, device)
+    else:
+        vocabulary = _vocabulary(arguments, device)
+        config.vocab_size = vocabulary.draft_vocab_size
+        config.eos_token_id = int(vocabulary.pieces[config.eos_token_id, 0])
+        draft = begin_from(load(arguments.start, device), vocabulary, config, device)
+        own_rows = OwnRows(vocabulary, data.shape[1])
+    draft.train()
     found = draft_loss
     if not arguments.no_compile:
         found = torch.compile(draft_loss)
@@ -69,14 +140,20 @@ def main() -> None:
         with torch.no_grad():
             (goal,) = forward(target, tokens)
             wanted = F.linear(goal, target.lm_head.weight)
-        (hidden,) = forward(draft, tokens)
-        logits = F.linear(hidden, draft.lm_head.weight)
-        return found(logits.flatten(0, 1), wanted.flatten(0, 1))
+        if vocabulary is None or own_rows is None:
+            (hidden,) = forward(draft, tokens)
+            logits = F.linear(hidden, draft.lm_head.weight)
+            return found(logits.flatten(0, 1), wanted.flatten(0, 1))
+        own, last, inside = own_rows(tokens)
+        (hidden,) = forward(draft, own)
+        hidden = hidden.gather(1, last.unsqueeze(2).expand(-1, -1, hidden.shape[2]))
+        logits = F.linear(hidden[inside], draft.lm_head.weight)
+        return found(vocabulary.shared(logits), wanted[inside][:, vocabulary.target_ids])
 
     def save_draft() -> None:
         save(config, {name: value.cpu() for name, value in draft.state_dict().items()}, out)
         for name in TOKENIZER:
-            shutil.copyfile(arguments.model / name, Path(out, name))
+            shutil.copyfile((arguments.vocabulary or arguments.model) / name, Path(out, name))
 
     train(arguments, draft, data, loss_of, save_draft)
 

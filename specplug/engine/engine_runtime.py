@@ -24,9 +24,10 @@ from specplug.speculative.draft import described
 from specplug.speculative.graph_runner import PassRunner
 from specplug.speculative.hook_order import Batch
 from specplug.speculative.output_kind import OutputKind, PerTokenOutput
+from specplug.speculative.own_text import PagedOwnText
 from specplug.speculative.padding import Padding
 from specplug.speculative.paged_plan import LentPlan, PagedKVCache, PagedPlan
-from specplug.speculative.runtime import RankInfo
+from specplug.speculative.runtime import KVCache, RankInfo
 from specplug.speculative.runtime_base import RuntimeBase
 from specplug.speculative.target_plan import LentTargetPlan, ViewShape
 
@@ -43,6 +44,7 @@ EMBEDDED = HostCapabilities(
     target_drafts=True,
     parts=True,
     cache_salts=True,
+    own_lengths=True,
 )
 """What the embedded engine gives: all that there is."""
 
@@ -134,9 +136,21 @@ class EngineRuntime(RuntimeBase):
             )
         self._outputs[output.name] = output
 
-    def allocate_kv(self, num_layers: int, num_kv_heads: int, head_dim: int) -> PagedKVCache:
+    def allocate_kv(
+        self, num_layers: int, num_kv_heads: int, head_dim: int, *, own_lengths: int = 1
+    ) -> PagedKVCache:
         self.check_open("allocate_kv")
-        return self._kv.add_cache(KVShape(num_layers, num_kv_heads, head_dim))
+        self.check_lengths(own_lengths)
+        return self._kv.add_cache(KVShape(num_layers, num_kv_heads, head_dim), own_lengths)
+
+    def own_text(self, cache: KVCache) -> PagedOwnText:
+        text = cache.text if isinstance(cache, PagedKVCache) else None
+        if text is None:
+            raise PluginError(
+                f"own_text: {described(cache)}; expected what allocate_kv(own_lengths=2) or more "
+                "returned"
+            )
+        return text
 
     def plan_attention(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from specplug.kv.tensors import KVShape, drop_tensors, fill_cache
 from specplug.model.device_memory import in_gib, memory_of
 from specplug.model.rotary import FIXED
 from specplug.model.target import Target
+from specplug.speculative.own_text import PagedOwnText
 from specplug.speculative.paged_plan import (
     LENGTH_STEP,
     PagedKVCache,
@@ -99,9 +101,22 @@ class KVPool:
         """The bytes of one slot in the caches of the target and all draft models."""
         return sum(shape.bytes_per_slot(self._target.dtype) for shape in self.shapes)
 
-    def add_cache(self, shape: KVShape) -> PagedKVCache:
-        """Add the cache of a draft model, whose tensors ``allocate`` makes."""
-        cache = PagedKVCache()
+    def add_cache(self, shape: KVShape, own_lengths: int = 1) -> PagedKVCache:
+        """Add the cache of a draft model, whose tensors ``allocate`` makes.
+
+        Args:
+            shape: of one of its tokens.
+            own_lengths: the tokens of the draft that a slot has room for.
+        """
+        cache = PagedKVCache(own_lengths=own_lengths)
+        if own_lengths > 1:
+            shape = attrs.evolve(shape, num_kv_heads=own_lengths * shape.num_kv_heads)
+            cache.text = PagedOwnText.over(
+                self.request_slots,
+                most=own_lengths,
+                room=self._limits.num_lookahead_slots,
+                key_length=lambda: self.key_length,
+            )
         self._caches.append((cache, shape))
         return cache
 
@@ -214,12 +229,13 @@ class KVPool:
         kernels, heads = self._target.kernels, self._target.config.num_attention_heads
         if kernels is None:
             return
-        for shape in self.shapes:
-            group = -(-heads // shape.num_kv_heads)
+        for cache, shape in self._caches:
+            kv_heads = shape.num_kv_heads // cache.own_lengths
+            group = -(-heads // kv_heads)
             kernels.reserve(
-                num_slots,
+                num_slots * cache.own_lengths,
                 self.table.req_table_size,
-                shape.num_kv_heads,
+                kv_heads,
                 shape.head_dim,
                 num_rows=self._limits.num_draft_tokens * group,
             )

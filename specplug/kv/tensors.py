@@ -15,7 +15,8 @@ from specplug.speculative.paged_plan import PagedKVCache
 
 @attrs.frozen
 class KVShape:
-    """The layers, key/value heads and head size of a cache."""
+    """The layers, key/value heads and head size of a cache. One that has room for several tokens in
+    a slot has the heads of all of them."""
 
     num_layers: int
     num_kv_heads: int
@@ -39,8 +40,9 @@ def fill_cache(
         pool = _untouched(size, dtype)
     else:
         pool = torch.zeros(size, dtype=dtype, device=device)
-    cache.keys[:] = [layer[0] for layer in pool]
-    cache.values[:] = [layer[1] for layer in pool]
+    by_token = pool.view(shape.num_layers, 2, num_slots * cache.own_lengths, -1, shape.head_dim)
+    cache.keys[:] = [layer[0] for layer in by_token]
+    cache.values[:] = [layer[1] for layer in by_token]
     return pool
 
 

@@ -16,6 +16,8 @@ from specplug.model.attention import running
 from specplug.model.target import Target
 from specplug.speculative.paged_plan import PagedKVCache, plan_of
 from specplug.speculative.runtime import AttentionPlan, KVCache, Runtime
+from specplug.speculative.token_drafter import OwnTokens
+from specplug.speculative.token_map import TokenMap
 
 
 class PagedModel:
@@ -30,8 +32,13 @@ class PagedModel:
     Args:
         runtime: the engine's.
         path: the model's folder or hub id.
+        reads_pieces: whether it reads a token that its vocabulary lacks as all pieces of it
+            (``own_tokens``), where the host has own lengths.
 
     Attributes:
+        vocabulary: its tokens and the target's.
+        own_tokens: what it reads in the place of the target's tokens, for ``TokenDrafter``; None:
+            one token for each.
         vocab_size: V of its logits.
         context_len: tokens of the longest sequence that it was made for. Later positions are taken
             for the last one.
@@ -39,11 +46,11 @@ class PagedModel:
             plan of a tree cannot give them.
 
     Raises:
-        CheckpointError: there is no such model, it cannot be loaded, or its attention is none that
-            the runtime's plans compute.
+        CheckpointError: there is no such model, it cannot be loaded, its attention is none that
+            the runtime's plans compute, or it shares no token with the target.
     """
 
-    def __init__(self, runtime: Runtime, path: str | Path) -> None:
+    def __init__(self, runtime: Runtime, path: str | Path, *, reads_pieces: bool = False) -> None:
         self._target = target = Target(
             str(path),
             runtime.dtype,
@@ -56,7 +63,18 @@ class PagedModel:
         self.vocab_size = target.vocab_size
         self.context_len = target.context_len
         shape = target.kv_shape
-        self._cache: Any = runtime.allocate_kv(shape.num_layers, shape.num_kv_heads, shape.head_dim)
+        self.vocabulary = TokenMap.of_draft(runtime, path, self.vocab_size)
+        own_lengths = {}
+        if reads_pieces and runtime.host.own_lengths and self.vocabulary.most_pieces > 1:
+            own_lengths = {"own_lengths": self.vocabulary.most_pieces}
+        self._cache: Any = runtime.allocate_kv(
+            shape.num_layers, shape.num_kv_heads, shape.head_dim, **own_lengths
+        )
+        self.own_tokens = None
+        if own_lengths:
+            self.own_tokens = OwnTokens(
+                self._cache, self.vocabulary.pieces, self.vocabulary.num_pieces
+            )
         if not isinstance(self._cache, PagedKVCache):
             _check_foreign(str(path), target)
             target.unfuse_layers()  # a fused one writes to the cache's tensors

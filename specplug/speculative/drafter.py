@@ -141,6 +141,27 @@ class Drafter(ABC):
         drafted, parents, scores = self._draft_tree(batch, *begin, beam, nodes, steps)
         return Draft.tree(drafted, parents, steps, scores=scores)
 
+    def _plan_drafted(
+        self,
+        batch: Batch,
+        width: int,
+        *,
+        offset: int,
+        depth: int | None = None,
+        mask: Tensor | None = None,
+    ) -> AttentionPlan:
+        """Plan a pass over drafted tokens, ``width`` a request, from ``seq_lens + offset`` on.
+
+        Args:
+            depth: of all of them, from ``seq_lens`` on; None: each is one deeper than the one
+                before it.
+        """
+        starts = batch.seq_lens
+        positions = None if depth is None else (starts + depth).unsqueeze(1).expand(-1, width)
+        return self.runtime.plan_attention(
+            batch, starts, width, offset=offset, positions=positions, mask=mask
+        )
+
     def _path_plan(self, batch: Batch, output: CommittedOutput) -> AttentionPlan:
         """Return the plan of an accepted path's rows."""
         width = output.next_tokens.shape[0] // batch.size
@@ -171,9 +192,7 @@ class Drafter(ABC):
         chain, chain_scores = [roots, token], [torch.zeros_like(score), score]
         kept = self._kept(None, chain_scores)
         for step in range(1, steps):
-            plan = self.runtime.plan_attention(
-                batch, batch.seq_lens, 1, offset=self.lead + step - 1
-            )
+            plan = self._plan_drafted(batch, 1, offset=self.lead + step - 1)
             logits, hidden = self.advance(token, hidden, plan)
             token, score = self.likeliest_token(
                 batch, logits, batch.seq_lens.unsqueeze(1), step + 1
@@ -267,12 +286,11 @@ class Drafter(ABC):
         bs, topk, lead = batch.size, self.topk, self.lead
         beam = frontier.tokens.shape[1]
         positions = (batch.seq_lens + lead + step - 1).unsqueeze(1).expand(-1, beam)
-        plan = self.runtime.plan_attention(
+        plan = self._plan_drafted(
             batch,
-            batch.seq_lens,
             beam,
             offset=lead + (step - 1) * beam,
-            positions=positions,
+            depth=lead + step - 1,
             mask=frontier.mask,
         )
         logits, hidden = self.advance(frontier.tokens.reshape(-1), frontier.hidden, plan)

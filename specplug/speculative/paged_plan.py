@@ -28,6 +28,7 @@ from specplug.speculative.runtime import KVCache
 
 if TYPE_CHECKING:
     from specplug.kernels.paged_attention_kernels import PagedAttention, PagedRows
+    from specplug.speculative.own_text import PagedOwnText
 
 LENGTH_STEP = 32
 """Key lengths are rounded up to this, so that shapes repeat from step to step."""
@@ -44,10 +45,15 @@ class PagedKVCache(KVCache):
 
     Attributes:
         keys, values: [slots, Hkv, D] of each layer; none until the pool is allocated.
+        own_lengths: M, the tokens that a slot of the target has room for. With more than one the
+            leading size is M times the slots.
+        text: which of these are in use; None: M is 1.
     """
 
     keys: list[Tensor] = attrs.field(factory=list)
     values: list[Tensor] = attrs.field(factory=list)
+    own_lengths: int = 1
+    text: PagedOwnText | None = None
 
 
 @attrs.frozen(eq=False, kw_only=True)

@@ -71,6 +71,44 @@ class AttentionPlan(Protocol):
         context that a later pass looks at."""
 
 
+class OwnText(Protocol):
+    """The text of a draft whose tokens are not the target's, in a cache that it has for itself.
+
+    For each token of the target stand one or more own ones. Where requests share the slots of a
+    prefix they share the keys of its own tokens, so these must follow from the text alone.
+    """
+
+    def place(self, batch: Batch, starts: Tensor, counts: Tensor) -> None:
+        """Say how many own tokens stand for each of some tokens of the target.
+
+        What stood there before is forgotten, and all after it. Who got its row in this step
+        (``Batch.first_chunk``, ``build_disagg_draft_input``) begins at position 0, with the tokens
+        of its ``token_ids`` that were found in the prefix cache, too.
+
+        Args:
+            starts: [bs] int64 position of the first of the tokens, in the target's text.
+            counts: [bs, w] int64 of each token, 1 to M; 0 after the request's last one.
+        """
+
+    def length(self, batch: Batch, positions: Tensor) -> Tensor:
+        """Return how many own tokens stand before each request's position [bs] in the target's
+        text: [bs] int64."""
+
+    def plan_attention(
+        self,
+        batch: Batch,
+        starts: Tensor,
+        width: int | Sequence[int],
+        *,
+        offset: int = 0,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> AttentionPlan:
+        """Plan a pass over own tokens, as ``Runtime.plan_attention`` does over the target's:
+        ``starts``, ``offset`` and ``positions`` count own tokens. After those that were placed
+        last stand the drafted ones, M in each slot."""
+
+
 class TargetPlan(AttentionPlan, Protocol):
     """A plan of ``Runtime.plan_target``, for the target's own layers."""
 
@@ -195,9 +233,24 @@ class Runtime(Protocol):
                 a part of that name.
         """
 
-    def allocate_kv(self, num_layers: int, num_kv_heads: int, head_dim: int) -> KVCache:
+    def allocate_kv(
+        self, num_layers: int, num_kv_heads: int, head_dim: int, *, own_lengths: int = 1
+    ) -> KVCache:
         """Reserve a cache for a draft model, with the target's slots. Call it in
-        ``create_worker``; its tensors are there from the first ``build_draft_input`` on."""
+        ``create_worker``; its tensors are there from the first ``build_draft_input`` on.
+
+        Args:
+            own_lengths: the most tokens of the draft's own text that stand for one token of the
+                target. With more than one the passes over the cache are those of ``own_text``.
+                A host without ``host.own_lengths`` takes 1 alone.
+        """
+
+    def own_text(self, cache: KVCache) -> OwnText:
+        """Return where own tokens stand in a cache of ``allocate_kv(own_lengths=)``, 2 or more.
+
+        Raises:
+            UsageError: the host keeps one token of a draft for one of the target's.
+        """
 
     def plan_attention(
         self,

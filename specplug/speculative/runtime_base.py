@@ -14,7 +14,7 @@ from specplug.host import HostCapabilities
 from specplug.speculative.graph_runner import PassRunner
 from specplug.speculative.output_kind import PerTokenOutput
 from specplug.speculative.part import PartHolder
-from specplug.speculative.runtime import RankInfo
+from specplug.speculative.runtime import KVCache, RankInfo
 from specplug.speculative.token_map import find_tokenizer
 
 
@@ -67,6 +67,16 @@ class RuntimeBase(PartHolder):
             "none of a plugin's; disable the extension that adds it (SPECPLUG_DISABLE)"
         )
 
+    def own_text(self, cache: KVCache) -> Any:
+        raise self._one_length("own_text()")
+
+    def _one_length(self, what: str) -> UsageError:
+        """Return the refusal of a host whose drafts have the lengths of the target's texts."""
+        return UsageError(
+            f"{what}: {self.host.name} keeps one token of a draft for one of the target's; "
+            "expected a host whose capabilities have own_lengths, as the embedded engine's do"
+        )
+
     def target_layers(self, first: int, last: int) -> Any:
         raise self._no_target_drafts(f"target_layers({first}, {last})")
 
@@ -91,6 +101,21 @@ class RuntimeBase(PartHolder):
     def draft_pass(self, forward: Callable[..., Any]) -> PassRunner:
         """Return what runs a draft's pass: a host that records it overrides this."""
         return PassRunner(forward)
+
+    def check_lengths(self, own_lengths: int) -> None:
+        """Refuse a number of tokens that a slot cannot have.
+
+        Raises:
+            PluginError: there is no such number.
+            UsageError: the host has room for one alone.
+        """
+        if type(own_lengths) is not int or own_lengths < 1:
+            raise PluginError(
+                f"allocate_kv: own_lengths={own_lengths!r:.40}; expected at least 1, the most "
+                "tokens of the draft that stand for one of the target's"
+            )
+        if own_lengths > 1 and not self.host.own_lengths:
+            raise self._one_length(f"allocate_kv(own_lengths={own_lengths})")
 
     def check_open(self, method: str) -> None:
         """Refuse a call of ``method`` after ``create_worker``.

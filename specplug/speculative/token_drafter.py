@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
+import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,8 +16,47 @@ from specplug.speculative.draft import Draft, DraftInput
 from specplug.speculative.draft_state import StateTensor
 from specplug.speculative.drafter import Drafter
 from specplug.speculative.hook_order import Batch
-from specplug.speculative.runtime import AttentionPlan, Runtime
+from specplug.speculative.host_copy import upload
+from specplug.speculative.padding import Padding
+from specplug.speculative.runtime import AttentionPlan, KVCache, OwnText, Runtime
 from specplug.speculative.verify import CommittedOutput
+
+
+@attrs.frozen(eq=False)
+class OwnTokens:
+    """What a network reads whose tokens are not the target's.
+
+    Attributes:
+        cache: its own, of ``Runtime.allocate_kv(own_lengths=M)``.
+        pieces: [V, M] int64, the own tokens that stand for each token of the target, then padding.
+        num_pieces: [V] int64, how many they are, 1 to M; of a token of ``token_ids`` 1.
+    """
+
+    cache: KVCache
+    pieces: Tensor
+    num_pieces: Tensor
+
+    @property
+    def most(self) -> int:
+        """M."""
+        return self.pieces.shape[1]
+
+
+@attrs.frozen(eq=False)
+class _Reading:
+    """A pass over committed tokens.
+
+    Attributes:
+        tokens: [R] int64, as the network knows them.
+        plan: where they stand and what they see.
+        last: [bs] int64, the row of each request's last token.
+        length: [bs] int64, own tokens before that one; None: the text is the target's.
+    """
+
+    tokens: Tensor
+    plan: AttentionPlan
+    last: Tensor
+    length: Tensor | None = None
 
 
 class TokenDrafter(Drafter):
@@ -36,10 +76,21 @@ class TokenDrafter(Drafter):
     Args:
         runtime: the engine's.
         token_ids: [V_draft] int64, for each column of ``logits`` the target's id.
+        own_tokens: what the network reads in the place of the target's tokens; None: these.
+
+    Attributes:
+        own_tokens: as given.
     """
 
-    def __init__(self, runtime: Runtime, *, token_ids: Tensor) -> None:
+    def __init__(
+        self, runtime: Runtime, *, token_ids: Tensor, own_tokens: OwnTokens | None = None
+    ) -> None:
         super().__init__(runtime, token_ids=token_ids, lead=1)
+        self.own_tokens = own_tokens
+        self._text: OwnText | None = None
+        self._length: Tensor | None = None  # of the pass that drafts, before the root's last token
+        if own_tokens is not None:
+            self._text = runtime.own_text(own_tokens.cache)
         self._pending = self.num_steps + 1
         self._first_row = torch.zeros(1, dtype=torch.int64, device=runtime.device)
         # Each is one graph where the host records: the whole chain or tree, not a step of it.
@@ -53,7 +104,7 @@ class TokenDrafter(Drafter):
         """Run a pass: write the keys of tokens, and return the logits of the token after each row.
 
         Args:
-            tokens: [R] int64 target ids.
+            tokens: [R] int64, the target's ids, or with ``own_tokens`` the network's own.
             plan: where they stand and what they see.
             rows: [M] int64, those whose logits are wanted; None: all R.
 
@@ -76,14 +127,13 @@ class TokenDrafter(Drafter):
         """Write the keys of a prefill chunk; keep the tokens of an accepted path for the next
         draft, or write their keys, too, where none follows."""
         if batch.is_prefill:
-            assert batch.attention is not None
-            self.write(output.own_tokens, batch.attention)
-            return self.receive(batch, output.bonus_tokens)
+            self._write_chunks(batch, output.own_tokens)
+            return self._nothing_pending(output.bonus_tokens)
         own = output.own_tokens.view(batch.size, -1)
         room = self._pending - own.shape[1]
         if not batch.drafts_follow or room < 0:  # another algorithm may draft deeper
             self._write_paths(batch, output)
-            return self.receive(batch, output.bonus_tokens)
+            return self._nothing_pending(output.bonus_tokens)
         state = {"own_tokens": F.pad(own, (0, room)), "count": output.accept_lens}
         return DraftInput(bonus_tokens=output.bonus_tokens, state=state)
 
@@ -94,6 +144,12 @@ class TokenDrafter(Drafter):
         Args:
             last_tokens: [bs] int64, the roots of the next step.
         """
+        if self._text is not None:
+            self._place_texts(batch, self._text, batch.seq_lens)
+        return self._nothing_pending(last_tokens)
+
+    def _nothing_pending(self, last_tokens: Tensor) -> DraftInput:
+        """Return the state of requests whose keys are all written."""
         nothing = torch.zeros(
             len(last_tokens), self._pending, dtype=torch.int64, device=last_tokens.device
         )
@@ -113,6 +169,8 @@ class TokenDrafter(Drafter):
         self, tokens: Tensor, hidden: Tensor | None, plan: AttentionPlan
     ) -> tuple[Tensor, None]:
         """Run a pass over drafted tokens, which hands on nothing but keys."""
+        if self.own_tokens is not None:
+            tokens = self.own_tokens.pieces[tokens, 0]
         return self.logits(tokens, plan), None
 
     def _begin_chain(
@@ -140,36 +198,126 @@ class TokenDrafter(Drafter):
         self, batch: Batch, roots: Tensor, own_tokens: Tensor, count: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the K likeliest tokens after each root, and their scores: [bs, K] each."""
-        tokens, plan, rows = self._pending_rows(batch, roots, own_tokens, count)
-        logits = self.logits(tokens, plan, rows)
+        read = self._pending_rows(batch, roots, own_tokens, count)
+        self._length = read.length
+        logits = self.logits(read.tokens, read.plan, read.last)
         return self.likeliest(batch, logits, batch.seq_lens.unsqueeze(1), 1)
 
     def _read_pending(
         self, batch: Batch, roots: Tensor, own_tokens: Tensor, count: Tensor
     ) -> tuple[()]:
         """Write the keys of the pending tokens and the root."""
-        tokens, plan, _ = self._pending_rows(batch, roots, own_tokens, count)
-        self.write(tokens, plan)
+        read = self._pending_rows(batch, roots, own_tokens, count)
+        self.write(read.tokens, read.plan)
         return ()
 
     def _pending_rows(
         self, batch: Batch, roots: Tensor, own_tokens: Tensor, count: Tensor
-    ) -> tuple[Tensor, AttentionPlan, Tensor]:
-        """Return the tokens [bs * (S + 2)] of a pass over the pending tokens of each request and
-        its root, its plan, and each root's row [bs].
+    ) -> _Reading:
+        """Return a pass over the pending tokens of each request and its root, S + 2 at most.
 
         The rows after a root are padding: they stand in slots of the step, and what is drafted
         next is written over them.
         """
-        width = self._pending + 1
-        place = count.unsqueeze(1)
         root = roots.unsqueeze(1)
-        tokens = torch.cat((own_tokens, root), dim=1).scatter_(1, place, root)
-        plan = self.runtime.plan_attention(batch, batch.seq_lens - count, width)
-        rows = torch.arange(0, batch.size * width, width, device=count.device) + count
-        return tokens.view(-1), plan, rows
+        tokens = torch.cat((own_tokens, root), dim=1).scatter_(1, count.unsqueeze(1), root)
+        return self._read(batch, tokens, batch.seq_lens - count, count + 1)
+
+    def _read(self, batch: Batch, tokens: Tensor, starts: Tensor, count: Tensor) -> _Reading:
+        """Return a pass over committed tokens.
+
+        Args:
+            tokens: [bs, w] int64 target ids, the first ``count`` [bs] of each request.
+            starts: [bs] int64, the position of the first.
+        """
+        if self._text is not None:
+            return self._read_own(batch, self._text, tokens, starts, count)
+        width = tokens.shape[1]
+        plan = self.runtime.plan_attention(batch, starts, width)
+        first_rows = torch.arange(0, batch.size * width, width, device=tokens.device)
+        return _Reading(tokens.reshape(-1), plan, first_rows + count - 1)
 
     def _write_path(self, batch: Batch, output: CommittedOutput) -> tuple[()]:
         """Write the keys of an accepted path."""
-        self.write(output.own_tokens, self._path_plan(batch, output))
+        own = output.own_tokens.view(batch.size, -1)
+        read = self._read(batch, own, batch.seq_lens, output.accept_lens)
+        self.write(read.tokens, read.plan)
         return ()
+
+    def _write_chunks(self, batch: Batch, tokens: Tensor) -> None:
+        """Write the keys of a prefill's tokens [R]."""
+        if self._text is None:
+            assert batch.attention is not None
+            self.write(tokens, batch.attention)
+            return
+        widths = upload(batch.chunk_widths, tokens.device)
+        starts = batch.seq_lens
+        if any(batch.first_chunk):  # what the prefix cache had is placed again
+            self._place_texts(batch, self._text, starts)
+        width, padding = Padding.between(batch.chunk_widths, tokens.device)
+        padded = tokens if padding is None else tokens[padding.padded_rows]
+        read = self._read_own(batch, self._text, padded.view(batch.size, width), starts, widths)
+        self.write(read.tokens, read.plan)
+
+    # A text of the network's own
+
+    def _place_texts(self, batch: Batch, text: OwnText, count: Tensor) -> None:
+        """Place the first ``count`` [bs] tokens of texts that the host knows."""
+        texts = [request.token_ids for request in batch.requests]
+        longest = max(map(len, texts))
+        tokens = upload([[*each, *[0] * (longest - len(each))] for each in texts], count.device)
+        text.place(batch, torch.zeros_like(count), self._counts(tokens, count))
+
+    def _counts(self, tokens: Tensor, count: Tensor) -> Tensor:
+        """Return how many own tokens stand for each of the first ``count`` [bs] of tokens [bs, w],
+        and 0 for the others."""
+        assert self.own_tokens is not None
+        order = torch.arange(tokens.shape[1], device=tokens.device)
+        return torch.where(order < count.unsqueeze(1), self.own_tokens.num_pieces[tokens], 0)
+
+    def _read_own(
+        self, batch: Batch, text: OwnText, tokens: Tensor, starts: Tensor, count: Tensor
+    ) -> _Reading:
+        """Return a pass over the own tokens of committed ones; the arguments as in ``_read``.
+
+        Each request has M rows for each of its tokens. Its own tokens come first; then padding.
+        """
+        assert self.own_tokens is not None
+        bs, width = tokens.shape
+        most, counts = self.own_tokens.most, self._counts(tokens, count)
+        text.place(batch, starts, counts)
+        ends = counts.cumsum(1)
+        of_token = torch.arange(most, device=tokens.device)
+        to = torch.where(
+            of_token < counts.unsqueeze(2), (ends - counts).unsqueeze(2) + of_token, most * width
+        )
+        packed = tokens.new_zeros(bs, most * width + 1)
+        packed.scatter_(1, to.flatten(1), self.own_tokens.pieces[tokens].flatten(1))
+        begin, total = text.length(batch, starts), ends[:, -1]
+        plan = text.plan_attention(batch, begin, most * width)
+        first_rows = torch.arange(bs, device=tokens.device) * (most * width)
+        return _Reading(
+            packed[:, :-1].reshape(-1),
+            plan,
+            first_rows + total - 1,
+            begin + total - 1,
+        )
+
+    def _plan_drafted(
+        self,
+        batch: Batch,
+        width: int,
+        *,
+        offset: int,
+        depth: int | None = None,
+        mask: Tensor | None = None,
+    ) -> AttentionPlan:
+        """Plan a pass over drafted tokens, each of which is one of its own, too."""
+        if self._text is None:
+            return super()._plan_drafted(batch, width, offset=offset, depth=depth, mask=mask)
+        starts = self._length
+        assert starts is not None
+        positions = None if depth is None else (starts + depth).unsqueeze(1).expand(-1, width)
+        return self._text.plan_attention(
+            batch, starts, width, offset=offset, positions=positions, mask=mask
+        )

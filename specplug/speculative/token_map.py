@@ -23,16 +23,22 @@ from specplug.errors import CheckpointError
 if TYPE_CHECKING:
     from specplug.speculative.runtime import Runtime
 
+_MOST_PIECES = 4
+_SHARE_WHOLE = 0.95
+"""M is the least number of pieces, up to the most, that so many of the tokens which the draft lacks
+have no more of. Each takes a place in every slot of the draft's cache, and a row in its passes."""
+
 _ROLES = ("bos_token_id", "eos_token_id")
 """Special tokens that mean the same whatever they are called."""
 
 
 @attrs.frozen(eq=False)
 class TokenMap:
-    """A map of tokens between the target's vocabulary and a draft model's, one to one.
+    """A map of tokens between the target's vocabulary and a draft model's.
 
-    A token of the one is that token of the other which stands for the same bytes. Texts keep their
-    lengths: each token of the target is read by the draft as one token of its own.
+    A token of the one is that token of the other which stands for the same bytes. A token of the
+    target that the draft lacks is read as the pieces that its tokenizer makes of it, or where texts
+    are to keep their lengths (``reads``) as the last of these.
 
     Attributes:
         target_ids: [V_shared] int64, the tokens that both know, in the target's ids, ascending.
@@ -40,12 +46,16 @@ class TokenMap:
         reads: [V] int64, for each token of the target the draft's token that is read in its place:
             the same one where the draft knows it, else the last of those that its tokenizer makes
             of the text.
+        pieces: [V, M] int64, all that are read in its place, then zeros. Of more than M the last.
+        num_pieces: [V] int64, how many these are, at least 1.
         draft_vocab_size: of the draft model.
     """
 
     target_ids: Tensor
     draft_ids: Tensor
     reads: Tensor
+    pieces: Tensor
+    num_pieces: Tensor
     draft_vocab_size: int
 
     @classmethod
@@ -88,12 +98,14 @@ class TokenMap:
                 "whose vocabulary shares tokens with the target's: choose another one"
             )
         target_ids, draft_ids = torch.tensor(pairs).unbind(1)
-        reads = torch.zeros(vocab_size, dtype=torch.int64)
         unknown = {id_: token for token, id_ in known.items() if token not in own}
-        if unknown:
-            reads[list(unknown)] = torch.tensor(_last_pieces(draft, list(unknown.values())))
-        reads[target_ids] = draft_ids
-        return cls(target_ids.contiguous(), draft_ids.contiguous(), reads, draft_vocab_size)
+        pieces = {id_: [draft_id] for id_, draft_id in pairs}
+        for id_, found in zip(unknown, _pieces_of(draft, list(unknown.values())), strict=True):
+            pieces.setdefault(id_, found)
+        reads, padded, counts = _packed(pieces, vocab_size)
+        return cls(
+            target_ids.contiguous(), draft_ids.contiguous(), reads, padded, counts, draft_vocab_size
+        )
 
     @classmethod
     def of_draft(cls, runtime: Runtime, path: str | Path, draft_vocab_size: int) -> TokenMap:
@@ -119,12 +131,18 @@ class TokenMap:
     def identity(cls, vocab_size: int) -> TokenMap:
         """Map each token to itself."""
         order = torch.arange(vocab_size)
-        return cls(order, order, order, vocab_size)
+        ones = torch.ones_like(order)
+        return cls(order, order, order, order.unsqueeze(1), ones, vocab_size)
 
     @property
     def vocab_size(self) -> int:
         """V, of the target."""
         return len(self.reads)
+
+    @property
+    def most_pieces(self) -> int:
+        """M, the most tokens of the draft that are read in the place of one of the target's."""
+        return self.pieces.shape[1]
 
     @property
     def is_identity(self) -> bool:
@@ -148,6 +166,8 @@ class TokenMap:
             target_ids=self.target_ids.to(device),
             draft_ids=self.draft_ids.to(device),
             reads=self.reads.to(device),
+            pieces=self.pieces.to(device),
+            num_pieces=self.num_pieces.to(device),
         )
 
     def shared(self, logits: Tensor) -> Tensor:
@@ -194,16 +214,33 @@ def _with_roles(pairs: list[tuple[int, int]], target: Any, draft: Any) -> list[t
     return sorted(mapped.items())
 
 
-def _last_pieces(tokenizer: Any, tokens: Sequence[tuple[bool, bytes]]) -> list[int]:
-    """Return the last token that a tokenizer makes of each token's text; where it makes none its
+def _packed(pieces: Mapping[int, list[int]], vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the last piece of each token [V], its pieces [V, M] and their numbers [V]. A token
+    without any is read as token 0."""
+    lengths = sorted(len(each) for each in pieces.values() if len(each) > 1)
+    whole = lengths[int(_SHARE_WHOLE * (len(lengths) - 1))] if lengths else 1
+    most = min(_MOST_PIECES, whole)
+    kept = [pieces.get(id_, [0])[-most:] for id_ in range(vocab_size)]
+    padded = torch.tensor([each + [0] * (most - len(each)) for each in kept])
+    return (
+        torch.tensor([each[-1] for each in kept]),
+        padded,
+        torch.tensor([len(each) for each in kept]),
+    )
+
+
+def _pieces_of(tokenizer: Any, tokens: Sequence[tuple[bool, bytes]]) -> list[list[int]]:
+    """Return the tokens that a tokenizer makes of each token's text; where it makes none its
     unknown token, or token 0."""
+    if not tokens:
+        return []
     texts = [token.decode(errors="replace") for _, token in tokens]
     try:
         made = tokenizer(texts, add_special_tokens=False)["input_ids"]
     except Exception:  # some of them have no piece
         made = [_pieces(tokenizer, text) for text in texts]
     nothing = getattr(tokenizer, "unk_token_id", None) or 0
-    return [ids[-1] if ids else nothing for ids in made]
+    return [ids or [nothing] for ids in made]
 
 
 def _pieces(tokenizer: Any, text: str) -> list[int]:

@@ -67,9 +67,9 @@ class BareRuntime:
         self.used.add(name)
         return getattr(self._runtime, name)
 
-    def allocate_kv(self, num_layers: int, num_kv_heads: int, head_dim: int) -> KVCache:
+    def allocate_kv(self, *shape: int, **named: int) -> KVCache:
         handle = Handle()
-        self._caches[handle] = self._runtime.allocate_kv(num_layers, num_kv_heads, head_dim)
+        self._caches[handle] = self._runtime.allocate_kv(*shape, **named)
         return handle
 
     def plan_attention(

@@ -89,6 +89,33 @@ def test_unknown_token_is_read_as_its_last_piece() -> None:
         assert len(piece) < len(text) or "\ufffd" in piece + text
 
 
+def test_pieces_are_all_that_the_tokenizer_makes() -> None:
+    """Up to so many as nearly all unknown tokens have no more of; of those the last."""
+    target = default_tokenizer()
+    draft, kept = without(lambda token, id_: id_ >= V // 2)
+    found = between(target, draft, (V, len(kept)))
+    assert found.most_pieces == 3
+    shared = found.num_pieces[found.target_ids]
+    assert shared.eq(1).all()
+    assert torch.equal(found.pieces[found.target_ids, 0], found.draft_ids)
+    whole = 0
+    for id_ in sorted({*range(V)} - {*kept})[::10]:
+        count, text = int(found.num_pieces[id_]), target.decode([id_])
+        pieces = found.pieces[id_, :count].tolist()
+        assert pieces[-1] == found.reads[id_]
+        if "\ufffd" not in text:
+            assert text.endswith(draft.decode(pieces))
+            whole += text == draft.decode(pieces)
+    assert whole > 190
+
+
+def test_one_vocabulary_has_one_piece_a_token() -> None:
+    found = TokenMap.identity(5)
+    assert found.most_pieces == 1
+    assert found.pieces.tolist() == [[0], [1], [2], [3], [4]]
+    assert found.num_pieces.tolist() == [1] * 5
+
+
 def test_nothing_in_common_is_refused() -> None:
     told = (
         r"draft model the/draft: none of its 3 tokens is one of the target's 4 \('gamma' beside "

@@ -83,8 +83,11 @@ class SglangRuntime(RuntimeBase):
         self.check_open("capture_lm_head_input")
         return self.captures.lm_head_input()
 
-    def allocate_kv(self, num_layers: int, num_kv_heads: int, head_dim: int) -> PagedKVCache:
+    def allocate_kv(
+        self, num_layers: int, num_kv_heads: int, head_dim: int, *, own_lengths: int = 1
+    ) -> PagedKVCache:
         self.check_open("allocate_kv")
+        self.check_lengths(own_lengths)
         pools = PagedKVCache()
         self._draft_pools.append((pools, (num_layers, num_kv_heads, head_dim)))
         return pools

@@ -130,8 +130,11 @@ class VllmRuntime(RuntimeBase):
         self.captures[_LM_HEAD_INPUT] = ()
         return _LM_HEAD_INPUT
 
-    def allocate_kv(self, num_layers: int, num_kv_heads: int, head_dim: int) -> DraftCache:
+    def allocate_kv(
+        self, num_layers: int, num_kv_heads: int, head_dim: int, *, own_lengths: int = 1
+    ) -> DraftCache:
         self.check_open("allocate_kv")
+        self.check_lengths(own_lengths)
         heads = self._vllm_config.model_config.get_num_attention_heads(
             self._vllm_config.parallel_config
         )

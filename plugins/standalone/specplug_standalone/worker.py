@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from specplug import AttentionPlan, PagedModel, Runtime, TokenDrafter, TokenMap, UsageError
+from specplug import AttentionPlan, PagedModel, Runtime, TokenDrafter, UsageError
 
 
 class StandaloneWorker(TokenDrafter):
@@ -26,19 +26,22 @@ class StandaloneWorker(TokenDrafter):
     def __init__(self, runtime: Runtime) -> None:
         path = runtime.config.draft_model_path
         assert path is not None
-        self.model = PagedModel(runtime, path)
-        self.vocabulary = TokenMap.of_draft(runtime, path, self.model.vocab_size)
+        self.model = PagedModel(runtime, path, reads_pieces=True)
+        self.vocabulary = self.model.vocabulary
         if runtime.config.topk > 1 and self.model.has_windows:
             raise UsageError(
                 f"topk={runtime.config.topk}: layers of the draft model {path} see a sliding "
                 "window, which trees do not; expected topk=1"
             )
         self._same = self.vocabulary.is_identity
-        super().__init__(runtime, token_ids=self.vocabulary.target_ids)
+        own = self.model.own_tokens
+        self._reads = None if self._same or own is not None else self.vocabulary.reads
+        super().__init__(runtime, token_ids=self.vocabulary.target_ids, own_tokens=own)
 
     def logits(self, tokens: Tensor, plan: AttentionPlan, rows: Tensor | None = None) -> Tensor:
-        """Run the model on target ids [R]; return the logits of the shared tokens."""
-        if self._same:
-            return self.model.logits(tokens, plan, rows)
-        logits = self.model.logits(self.vocabulary.reads[tokens], plan, rows)
-        return self.vocabulary.shared(logits)
+        """Run the model on tokens [R], its own or the target's; return the logits of the shared
+        ones."""
+        if self._reads is not None:
+            tokens = self._reads[tokens]
+        logits = self.model.logits(tokens, plan, rows)
+        return logits if self._same else self.vocabulary.shared(logits)

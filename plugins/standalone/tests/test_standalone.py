@@ -438,6 +438,139 @@ def test_topk_is_at_most_the_shared_tokens(tmp_path: Path) -> None:
         )
 
 
+# Tokens of which the draft reads all pieces, in a text of its own
+
+TEXT = (
+    "def unregister_callback(environment, timestamp):\n    transport = "
+    "environment.connection_transport\n    transport.abort()\n    raise RuntimeError(timestamp)\n"
+)
+READ = SamplingParams(max_tokens=24, ignore_eos=True)
+
+
+class OwnReference(Reference):
+    """The draft model over the own tokens of a whole text, whose tokens are the target's."""
+
+    def __init__(self, draft: Path) -> None:
+        from transformers import AutoTokenizer
+
+        super().__init__(draft)
+        self._target, self._own = default_tokenizer(), AutoTokenizer.from_pretrained(draft)
+        known, own = self._target.get_vocab(), self._own.get_vocab().items()
+        self._shared = {id_: known[text] for text, id_ in own}
+        self._ids = {target: own for own, target in self._shared.items()}
+
+    def pieces(self, tokens: list[int]) -> list[int]:
+        """The own tokens of a text; of those that one token has the last three."""
+        found: list[int] = []
+        for token in tokens:
+            if token in self._ids:
+                found.append(self._ids[token])
+            else:
+                text = self._target.decode([token])
+                found += self._own(text, add_special_tokens=False)["input_ids"][-3:]
+        return found
+
+    def log_probs(self, committed: list[int], path: tuple[int, ...] | list[int]) -> Tensor:
+        """Scores [V] of the token after ``path``, of the tokens that both know."""
+        own = super().log_probs(self.pieces(committed), self.pieces(list(path)))
+        scores = torch.full((len(self._target),), float("-inf"), dtype=own.dtype)
+        columns = list(self._shared)
+        scores[list(self._shared.values())] = own[columns].log_softmax(-1)
+        return scores
+
+
+@pytest.fixture(scope="module")
+def halved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped model without half of its tokens, the others under other ids."""
+    tokenizer, ids = without(lambda token, id_: id_ >= 2048)
+    new_ids = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
+    own = [ids[i] for i in new_ids.argsort().tolist()]
+    folder = tmp_path_factory.mktemp("halved")
+    return with_vocabulary(SHIPPED, folder, renumbered(new_ids.tolist(), tokenizer), own)
+
+
+def load_own(spy: Spy, draft: Path, **settings: object) -> LLM:
+    return LLM(
+        dtype="float64",
+        speculative_algorithm=spy,
+        speculative_draft_model_path=draft,
+        disable_overlap_schedule=True,
+        **settings,  # type: ignore[arg-type]
+    )
+
+
+def check_chains(spy: Spy, draft: Path, tokens: list[int], steps: int) -> None:
+    """Each chain is what the model says of the own text up to its root."""
+    reference = OwnReference(draft)
+    text = reference.pieces(tokens)
+    assert len(text) > len(tokens) + 8
+    assert len(spy.drafts) >= 4
+    for root, drafted, _ in spy.drafts:
+        assert drafted[1:] == reference.chain(tokens[: root + 1], steps)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "page_size", "steps"), [(None, 1, 4), (8, 3, 4), (1, 16, 2), (5, 4, 1)]
+)
+def test_chain_is_what_the_model_says_of_its_own_text(
+    halved: Path, chunk: int | None, page_size: int, steps: int
+) -> None:
+    spy = Spy()
+    settings = {"chunked_prefill_size": chunk, "page_size": page_size}
+    with load_own(spy, halved, speculative_num_steps=steps, **settings) as llm:
+        output = llm.generate([TEXT], READ)[0]
+        assert llm.engine.runtime.worker.model.own_tokens.most == 3
+    check_chains(spy, halved, [*output.prompt_token_ids, *output.token_ids], steps)
+
+
+def test_tree_is_what_the_model_says_of_its_own_text(halved: Path) -> None:
+    spy = Spy()
+    with load_own(spy, halved, page_size=3, **TREE) as llm:
+        output = llm.generate([TEXT], READ)[0]
+    tokens = [*output.prompt_token_ids, *output.token_ids]
+    reference = OwnReference(halved)
+    for root, drafted, parents in spy.drafts[:6]:
+        expected = reference.tree(tokens[: root + 1], 3, 3, 9)
+        assert set(paths(drafted, parents)[1:]) == expected
+
+
+def test_prefix_hit_is_read_as_it_was_written(halved: Path) -> None:
+    """The last request finds the first one's pages, and its own tokens stand in them; its row was
+    another's meanwhile."""
+    spy = Spy()
+    with load_own(spy, halved, page_size=4) as llm:
+        first = llm.generate([TEXT], READ)[0]
+        more = [*first.prompt_token_ids, *first.token_ids, *first.prompt_token_ids[:5]]
+        llm.generate([TEXTS[1]], READ)
+        spy.drafts.clear()
+        output = llm.generate([more], READ)[0]
+        assert output.num_cached_tokens >= 40
+    check_chains(spy, halved, [*more, *output.token_ids], 4)
+
+
+def test_retracted_request_is_read_again(halved: Path) -> None:
+    """Of two requests in a pool for one and a half, the second is prefilled anew with its output;
+    both go on as if alone."""
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    texts = [TEXT, "class Stack:\n    def "]
+    lengths = []
+    expected = []
+    for pool in (None, 128):
+        with LLM(
+            speculative_algorithm="STANDALONE",
+            speculative_draft_model_path=halved,
+            max_total_tokens=pool,
+            page_size=4,
+        ) as llm:
+            outputs = llm.generate(texts, params)
+            stats = llm.stats()
+            lengths.append(stats["mean_accept_length"])
+            expected.append([output.token_ids for output in outputs])
+    assert stats["retractions"] > 0
+    assert expected[0] == expected[1]
+    assert lengths[1] == pytest.approx(lengths[0], rel=0.1)
+
+
 def test_shipped_tokenizer_is_the_targets() -> None:
     assert default_tokenizer().get_vocab() == _tokenizer_of(SHIPPED).get_vocab()
 
