@@ -1,13 +1,14 @@
 """How long STANDALONE's accepted paths are where the draft model has another vocabulary.
 
-    python benchmarks/vocabularies.py [--prompts 32] [--max-tokens 96] [--steps 4]
+    python benchmarks/vocabularies.py [--prompts 32] [--max-tokens 96] [--steps 4] [--halved FOLDER]
 
 The shipped draft model with its rows of embedding and its tokenizer changed: its tokens under other
 ids; the half of them that is merged last left out, which a text of code needs least; and both. A
-draft cannot have a token that its model lacks, and reads such a token as the last of its pieces. So
-beside each stands what the draft model as it is accepts, where it is held to the shared tokens,
-too: what is lost against that is lost by reading. The tokens are those of NONE in all rows, which
-is checked. Accept lengths depend on no clock.
+draft cannot have a token that its model lacks, and reads all its pieces. So beside each stands what
+the draft model as it is accepts, where it is held to the shared tokens, too: what is lost against
+that is lost by reading. The shipped model has never seen these pieces; ``--halved`` takes a model
+that was trained with that vocabulary (``examples/train_tiny_code/standalone.py --vocabulary``). The
+tokens are those of NONE in all rows, which is checked. Accept lengths depend on no clock.
 """
 
 from __future__ import annotations
@@ -46,8 +47,12 @@ class Vocabulary:
     shared: Sequence[int] | None = None
 
 
-def vocabularies(model: Path, folder: Path) -> Iterator[Vocabulary]:
-    """Write the draft models to a folder, and yield them."""
+def vocabularies(model: Path, folder: Path, trained: Path | None) -> Iterator[Vocabulary]:
+    """Write the draft models to a folder, and yield them.
+
+    Args:
+        trained: a model of the halved vocabulary; None: one is cut out of ``model``.
+    """
     size = len(default_tokenizer())
     yield Vocabulary("the target's", model)
     new_ids = _shuffled(size)
@@ -55,11 +60,12 @@ def vocabularies(model: Path, folder: Path) -> Iterator[Vocabulary]:
     path = with_vocabulary(model, folder / "permuted", renumbered(new_ids.tolist()), own)
     yield Vocabulary("permuted", path)
     halved, ids = without(lambda token, id_: id_ >= size // 2)
-    yield Vocabulary("halved", with_vocabulary(model, folder / "halved", halved, ids), ids)
+    half = trained or with_vocabulary(model, folder / "halved", halved, ids)
+    yield Vocabulary("halved", half, ids)
     new_ids = _shuffled(len(ids))
     both = renumbered(new_ids.tolist(), halved)
-    own = [ids[i] for i in new_ids.argsort().tolist()]
-    yield Vocabulary("permuted and halved", with_vocabulary(model, folder / "both", both, own), ids)
+    path = with_vocabulary(half, folder / "both", both, new_ids.argsort().tolist())
+    yield Vocabulary("permuted and halved", path, ids)
 
 
 def _shuffled(size: int) -> torch.Tensor:
@@ -101,6 +107,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--halved", type=Path, help="a draft model of the halved vocabulary")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     lines = HELD_OUT.read_text(encoding="utf-8").splitlines()[: arguments.prompts]
@@ -117,7 +124,7 @@ def main() -> None:
             expected = [output.token_ids for output in llm.generate(prompts, params)]
         with tempfile.TemporaryDirectory() as folder:
             whole = 0.0
-            for each in vocabularies(model, Path(folder)):
+            for each in vocabularies(model, Path(folder), arguments.halved):
                 rest = prompts, params, arguments.steps
                 found, tokens, kind = accept_length(each.path, *rest)
                 assert tokens == expected, f"{each.name}: not the tokens of NONE"
