@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -51,13 +51,14 @@ class Spoiler:
         self, batch: Batch, draft_input: DraftInput
     ) -> Generator[None, Draft | None, Draft | None]:
         """Spoil the draft input after the call."""
-        self._spoil()
+        lent = {"bonus_tokens": draft_input.bonus_tokens, **draft_input.state}
+        of_batch = _of_batch(batch)
+        self._spoil([*lent.values(), *of_batch.values()])
         draft = yield
         kept = [] if draft is None else [draft.tokens, draft.parents, draft.scores]
         if not self._owns_state:
-            lent = {"bonus_tokens": draft_input.bonus_tokens, **draft_input.state}
             self._lend("propose: draft_input", lent, kept)
-            self._spoil()
+            self._spoil(of_batch.values())
         return draft
 
     @hookimpl(wrapper=True)
@@ -65,8 +66,6 @@ class Spoiler:
         self, batch: Batch, target_output: CommittedOutput
     ) -> Generator[None, DraftInput, DraftInput]:
         """Spoil what was committed, and the batch and all plans, before the next call."""
-        self._spoil()
-        made = yield
         output = target_output
         lent = {
             "next_tokens": output.next_tokens,
@@ -76,9 +75,11 @@ class Spoiler:
             "bonus_tokens": output.bonus_tokens,
             **{f"per_node[{name!r}]": tensor for name, tensor in output.per_node.items()},
         }
+        of_batch = _of_batch(batch)
+        self._spoil([*lent.values(), *of_batch.values()])
+        made = yield
         kept = [made.bonus_tokens, *made.state.values(), *made.host.values()]
         self._lend("build_draft_input: target_output", lent, kept)
-        of_batch = {"req_indices": batch.req_indices, "seq_lens": batch.seq_lens}
         self._lend("batch", of_batch, kept)
         self._ended += self._made
         self._made = []
@@ -87,20 +88,28 @@ class Spoiler:
         return made
 
     def _lend(
-        self, where: str, tensors: Mapping[str, Tensor | None], kept: list[Tensor | None]
+        self, where: str, tensors: Mapping[str, Tensor | None], kept: Iterable[Tensor | None]
     ) -> None:
         """Have tensors spoiled that share no memory with what a hook has returned."""
-        memory = {t.untyped_storage().data_ptr() for t in kept if t is not None}
+        memory = _memory(kept)
         for name, tensor in tensors.items():
-            if tensor is None or tensor.untyped_storage().data_ptr() in memory:
+            if tensor is None or _place(tensor) in memory:
                 continue
             self.names.add(f"{where}.{name}")
             if self._only is None or f"{where}.{name}" in self._only:
                 self._spoiled.append(tensor)
 
-    def _spoil(self) -> None:
+    def _spoil(self, lent: Iterable[Tensor | None]) -> None:
+        """Fill what was lent with junk.
+
+        Args:
+            lent: what is lent now. Its memory is left alone: recorded passes use the same memory in
+                each step.
+        """
+        memory = _memory(lent)
         for tensor in self._spoiled:
-            tensor.fill_(tensor.dtype is torch.bool or _JUNK)
+            if _place(tensor) not in memory:
+                tensor.fill_(tensor.dtype is torch.bool or _JUNK)
         self._spoiled = []
         if self._only is None or "plans" in self._only:
             for plan in self._ended:
@@ -122,6 +131,18 @@ class Spoiler:
             yield
         finally:
             EngineRuntime.plan_attention = inner  # type: ignore[method-assign]
+
+
+def _of_batch(batch: Batch) -> Mapping[str, Tensor]:
+    return {"req_indices": batch.req_indices, "seq_lens": batch.seq_lens}
+
+
+def _memory(tensors: Iterable[Tensor | None]) -> set[int]:
+    return {_place(tensor) for tensor in tensors if tensor is not None}
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class _EndedPlan:

@@ -66,7 +66,7 @@ class DensePlan:
             for each in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
         )
         scores = queries @ keys.transpose(1, 2) * (size**-0.5 if scale is None else scale)
-        order = torch.arange(rows)
+        order = torch.arange(rows, device=q.device)
         visible = order <= order.unsqueeze(1)
         visible[:, list(self.unseen)] = False
         visible |= order == order.unsqueeze(1)
@@ -171,13 +171,14 @@ def feature_chain(
         features = torch.cat((features[:1], features[:-1]))
     hidden, chain = features, list[int]()
     while True:
-        plan = _plan(text, root, len(tokens), mistake)
+        plan = _plan(text, root, len(tokens), mistake, hidden.device)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, plan: DensePlan = plan) -> Tensor:
             return plan.attend(KVCache(), layer, q, k, v)
 
         row = len(tokens) - 1 - (0 if chain else mistake.last_row)
-        last = worker.forward(torch.tensor(tokens), hidden, plan.positions, attend)[row : row + 1]
+        rows = torch.tensor(tokens, device=hidden.device)
+        last = worker.forward(rows, hidden, plan.positions, attend)[row : row + 1]
         token = int(worker.token_ids[worker.logits(last).argmax()])
         chain.append(token + mistake.ids)
         if len(chain) == steps:
@@ -191,10 +192,12 @@ def token_chain(
 ) -> list[int]:
     """Return the likeliest chain of a ``TokenDrafter``."""
     tokens, chain = list(text.tokens[: root + 1]), list[int]()
+    device = worker.token_ids.device
     while True:
-        plan = _plan(text, root + 1, len(tokens), mistake)
-        last = torch.tensor([len(tokens) - 1 - (0 if chain else mistake.last_row)])
-        logits = worker.logits(torch.tensor(tokens), plan, last)
+        plan = _plan(text, root + 1, len(tokens), mistake, device)
+        row = len(tokens) - 1 - (0 if chain else mistake.last_row)
+        last = torch.tensor([row], device=device)
+        logits = worker.logits(torch.tensor(tokens, device=device), plan, last)
         token = int(worker.token_ids[logits.argmax()])
         chain.append(token + mistake.ids)
         if len(chain) == steps:
@@ -202,9 +205,11 @@ def token_chain(
         tokens.append(token)
 
 
-def _plan(text: Text, committed: int, rows: int, mistake: Mistake) -> DensePlan:
+def _plan(
+    text: Text, committed: int, rows: int, mistake: Mistake, device: torch.device
+) -> DensePlan:
     """Return the plan of a pass over committed rows, and drafted ones after them."""
-    positions = torch.arange(rows)
+    positions = torch.arange(rows, device=device)
     positions[committed:] += mistake.positions
     if mistake.restart:
         positions[text.prompt :] -= text.prompt
@@ -240,7 +245,7 @@ class FeatureRecorder:
 
 def _row_of(output: CommittedOutput, row: int) -> CommittedOutput:
     rows = slice(row, row + 1)
-    one = torch.ones(1, dtype=torch.int64)
+    one = torch.ones(1, dtype=torch.int64, device=output.own_tokens.device)
     return CommittedOutput(
         next_tokens=output.next_tokens[rows],
         own_tokens=output.own_tokens[rows],
