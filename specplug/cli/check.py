@@ -11,6 +11,7 @@ import click
 
 from specplug.cli.progress import loading_bars
 from specplug.cli.standard_output import print_table, reserve_standard_output
+from specplug.errors import UsageError, shown
 from specplug.printable import printable
 from specplug.registry import Registry
 
@@ -41,6 +42,13 @@ MARKS = {
     metavar="ID",
     help="A check, or all of a kind; may be given many times.",
 )
+@click.option(
+    "--fails",
+    multiple=True,
+    callback=lambda ctx, parameter, given: declared(given),
+    metavar="ID=REASON",
+    help="A check that fails, and why; if it passes, that is a failure. May be given many times.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def check(ctx: click.Context, /, **options: Any) -> None:
@@ -60,9 +68,29 @@ def check(ctx: click.Context, /, **options: Any) -> None:
     ctx.exit(1 if any(each.is_wrong for each in verdicts) else 0)
 
 
+def declared(given: Sequence[str]) -> dict[str, str]:
+    """Return the reasons of ``--fails``, by the ids of checks.
+
+    Raises:
+        UsageError: one has no reason, or a check is declared twice.
+    """
+    reasons: dict[str, str] = {}
+    for each in given:
+        name, equals, reason = (part.strip() for part in each.partition("="))
+        if not (name and equals and reason):
+            raise UsageError(
+                f"--fails {shown(each)}: expected a check and the reason why it fails, as "
+                "gold.acceptance=untrained"
+            )
+        if name in reasons:
+            raise UsageError(f"--fails {shown(each)}: {name} has a reason; expected one of each")
+        reasons[name] = reason
+    return reasons
+
+
 def _run(options: dict[str, Any]) -> list[Verdict]:
     with loading_bars(f"checking {options['name']}") as bar:
-        from specplug.testing.kit import all_checks, checks_named
+        from specplug.testing.kit import all_checks, checks_named, refuse_unknown
         from specplug.testing.laboratory import Laboratory
         from specplug.testing.subject import Subject
         from specplug.testing.verdict import judge
@@ -76,8 +104,10 @@ def _run(options: dict[str, Any]) -> list[Verdict]:
                 model=options["model"],
                 settings=settings,
                 accept_length=options["accept_length"],
+                expected_failures=options["fails"],
             )
         )
+        refuse_unknown(options["fails"])
         checks = checks_named(options["only"]) if options["only"] else all_checks()
         verdicts = []
         for done, each in enumerate(checks):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from specplug.contract import nearest
+from specplug.errors import UsageError
 from specplug.testing.check import CHECKS, GRADES, Check
 
 
@@ -27,15 +29,28 @@ def checks_named(names: Iterable[str]) -> list[Check]:
     Raises:
         UsageError: there is none of that id.
     """
-    from specplug.contract import nearest
-    from specplug.errors import UsageError
-
     every, found = all_checks(), list[Check]()
     for name in names:
         chosen = [c for c in every if name in (c.id, c.id.partition(".")[0])]
         if not chosen:
-            near = nearest(name, {c.id: c for c in every})
-            meant = f"did you mean {near}? " if near else ""
-            raise UsageError(f"unknown check {name!r}: {meant}expected {', '.join(CHECKS)}")
+            raise _unknown(name)
         found += chosen
     return list(dict.fromkeys(found))
+
+
+def refuse_unknown(expected_failures: Mapping[str, str]) -> None:
+    """Refuse expected failures of checks that are none: nothing would show that they pass.
+
+    Raises:
+        UsageError: there is none of that id.
+    """
+    all_checks()
+    for name in expected_failures:
+        if name not in CHECKS:
+            raise _unknown(name)
+
+
+def _unknown(name: str) -> UsageError:
+    near = nearest(name, CHECKS)
+    meant = f"did you mean {near}? " if near else ""
+    return UsageError(f"unknown check {name!r}: {meant}expected {', '.join(CHECKS)}")

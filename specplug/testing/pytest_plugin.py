@@ -82,7 +82,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="class")
 def specplug_laboratory(request: pytest.FixtureRequest) -> Laboratory:
     """What runs the engines of a class's algorithm; its runs are shared by the checks."""
+    from specplug.testing.kit import refuse_unknown
     from specplug.testing.laboratory import Laboratory
 
     kind: Any = request.cls
-    return Laboratory(kind.subject())
+    subject = kind.subject()
+    refuse_unknown(subject.expected_failures)
+    return Laboratory(subject)

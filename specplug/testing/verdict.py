@@ -47,7 +47,8 @@ def judge(check: Check, laboratory: Laboratory) -> Verdict:
     elif reason is not None and status == "passed":
         status = "passed unexpectedly"
         told = (
-            f"it passes, and expected_failures has it: {reason!r}; take {check.id!r} out of there"
+            f"it passes, and is declared to fail: {reason!r}; take {check.id!r} out of "
+            "expected_failures (--fails)"
         )
     return Verdict(check, status, told, time.perf_counter() - began)
 

@@ -14,11 +14,12 @@ import pytest
 from mutants import HookMisspelt, Item, WithEagle3
 
 import specplug
+from specplug.cli.check import declared
 from specplug.errors import UsageError
 from specplug.testing import Failure, NotApplicable, Subject, all_checks
 from specplug.testing.check import PAGE, Check
 from specplug.testing.configuration import DIMENSIONS, SIMPLEST, cover, is_possible, smallest
-from specplug.testing.kit import checks_named
+from specplug.testing.kit import checks_named, refuse_unknown
 from specplug.testing.laboratory import Drafted, Laboratory
 from specplug.testing.verdict import Verdict, grade_of, judge
 
@@ -190,3 +191,38 @@ def test_pytest_checks_a_name_in_an_empty_folder(plugin_folder: Any) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "test_conforms[form.listing] PASSED" in done.stdout
     assert "2 passed" in done.stdout
+
+
+def test_declared_failure_that_passes_fails(plugin_folder: Any) -> None:
+    named = "check", "NGRAM", "--only", "form.hooks", "--fails", "form.hooks=misspelt = known"
+    done = plugin_folder.specplug(*named)
+    assert done.returncode == 1, done.stdout
+    assert "it passes, and is declared to fail: 'misspelt = known'" in done.stderr
+
+
+def test_declared_failure_that_fails_passes(plugin_folder: Any) -> None:
+    plugin_folder.write("HEAVY", ("from specplug import", "import torch\nfrom specplug import"))
+    named = "check", "HEAVY", "--only", "form.listing", "--fails", "form.listing=reads a table"
+    done = plugin_folder.specplug(*named)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "fails as declared" in done.stdout
+    assert "reads a table" in done.stdout
+    assert "grade: none" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["form.hooks"], "expected a check and the reason why it fails"),
+        (["form.hooks= "], "expected a check and the reason why it fails"),
+        (["form.hooks=a", "form.hooks=b"], "form.hooks has a reason"),
+    ],
+)
+def test_declared_failure_without_sense_is_refused(given: list[str], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        declared(given)
+
+
+def test_declared_failure_of_no_check_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"did you mean form\.hooks"):
+        refuse_unknown({"form.hook": "none"})
