@@ -65,6 +65,8 @@ def check(ctx: click.Context, /, **options: Any) -> None:
             click.echo(json.dumps(as_mapping(options["name"], verdicts), indent=2), file=out)
     if not options["as_json"]:
         print_verdicts(verdicts)
+    if not options["only"]:
+        _keep_grade(options, verdicts)
     ctx.exit(1 if any(each.is_wrong for each in verdicts) else 0)
 
 
@@ -114,6 +116,31 @@ def _run(options: dict[str, Any]) -> list[Verdict]:
             bar("", each.id, done, len(checks))
             verdicts.append(judge(each, laboratory))
         return verdicts
+
+
+def _keep_grade(options: dict[str, Any], verdicts: Sequence[Verdict]) -> None:
+    """Write the grade for ``specplug info``; say it if that cannot be done."""
+    from specplug.testing.grades import EarnedGrade, Holder, keep
+    from specplug.testing.verdict import grade_of
+
+    name = Registry().select(options["name"]).name
+    given = {
+        key: options[key] for key in ("model", "draft", "accept_length") if options[key] is not None
+    }
+    earned = EarnedGrade(
+        grade=grade_of(verdicts),
+        missed={v.check.id: v.status for v in verdicts if v.is_wrong or v.status == "expected"},
+        holder=Holder.of(name),
+        settings={key: str(value) for key, value in given.items()},
+    )
+    try:
+        keep(name, earned)
+    except OSError as error:
+        click.echo(
+            f"the grade is not kept for specplug info: {error}; expected a cache folder that can "
+            "be written (XDG_CACHE_HOME)",
+            err=True,
+        )
 
 
 def as_mapping(name: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import click
@@ -14,23 +14,31 @@ from specplug.contract import HOOKS, OBSERVERS, implemented_hooks
 from specplug.registry import Registry, SelectedAlgorithm
 from specplug.settings import settings_of
 
+if TYPE_CHECKING:
+    from specplug.testing.grades import Standing
+
 
 @click.command()
 @click.argument("name")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def info(name: str, as_json: bool) -> None:
-    """Show what the algorithm NAME declares."""
+    """Show what the algorithm NAME declares, and the grade that specplug check has found."""
+    from specplug.testing.grades import Standing
+
     with reserve_standard_output() as out:
-        declared = describe(Registry().select(name))
+        selected = Registry().select(name)
+        standing = Standing.of(selected.name)
+        declared = describe(selected, standing)
         if as_json:
             import json
 
             click.echo(json.dumps(declared, indent=2), file=out)
             return
-    print_table(("algorithm", declared["name"]), _rows(declared))
+    rows = [*_rows(declared), ("grade", standing.line(selected.name))]
+    print_table(("algorithm", declared["name"]), rows)
 
 
-def describe(selected: SelectedAlgorithm) -> dict[str, Any]:
+def describe(selected: SelectedAlgorithm, standing: Standing) -> dict[str, Any]:
     """Return what ``--json`` prints of an algorithm. Keys are only ever added."""
     declared, entry = selected.info, selected.entry
     implemented = implemented_hooks(selected.plugin)
@@ -42,6 +50,7 @@ def describe(selected: SelectedAlgorithm) -> dict[str, Any]:
         "version": entry.version,
         "value": entry.value,
         "api_version": declared.api_version,
+        "conformance": standing.as_mapping(),
         "capabilities": {
             **attrs.asdict(declared.capabilities),
             "captures": sorted(declared.capabilities.captures),

@@ -81,6 +81,14 @@ def test_json(full):
         "version": "1.0",
         "value": "specplug_full:algorithm",
         "api_version": 1,
+        "conformance": {
+            "status": "unknown",
+            "grade": None,
+            "changed": [],
+            "missed": {},
+            "versions": {},
+            "settings": {},
+        },
         "capabilities": {
             "branching": True,
             "draft_model": True,
