@@ -40,7 +40,9 @@ def fill_cache(
         pool = _untouched(size, dtype)
     else:
         pool = torch.zeros(size, dtype=dtype, device=device)
-    by_token = pool.view(shape.num_layers, 2, num_slots * cache.own_lengths, -1, shape.head_dim)
+    most = cache.own_lengths
+    heads = shape.num_kv_heads // most
+    by_token = pool.view(shape.num_layers, 2, num_slots * most, heads, shape.head_dim)
     cache.keys[:] = [layer[0] for layer in by_token]
     cache.values[:] = [layer[1] for layer in by_token]
     return pool
