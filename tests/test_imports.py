@@ -36,7 +36,7 @@ LAYERS = (
     {"config", "sampling_params", "outputs"},
     {"algorithm"},
     {"settings"},
-    {"bounds", "text_file"},
+    {"bounds", "cache_folder", "text_file"},
     {"errors", "debug", "startup"},
     {"printable"},
 )

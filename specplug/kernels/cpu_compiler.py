@@ -22,6 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from specplug.cache_folder import cache_base
+
 _FLAGS = ("-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
 _TUNED = ("-march=native",), ("-mcpu=native",), ()
 """The first of these that the compiler takes."""
@@ -117,10 +119,8 @@ def _digest(data: bytes) -> str:
 def _cache_folder() -> Path | None:
     """Return the folder that keeps what is compiled, made if there is none; None if others could
     write to it, or if it would be made in a folder of theirs."""
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
-        if not base.is_absolute():
-            base = Path("~/.cache").expanduser()
+        base = cache_base()
         there = next(path for path in (base, *base.parents) if path.exists()).stat()
         is_open = there.st_mode & stat.S_IWOTH and not there.st_mode & stat.S_ISVTX
         if is_open or there.st_uid not in (0, os.getuid()):

@@ -19,6 +19,7 @@ import attrs
 
 from specplug import __version__
 from specplug.algorithm import API_VERSION
+from specplug.cache_folder import cache_base
 from specplug.registry import Registry
 from specplug.testing.check import KIT_VERSION
 
@@ -135,10 +136,7 @@ def earned_by(algorithm: str) -> EarnedGrade | None:
 
 
 def _path(algorithm: str) -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():
-        base = Path.home() / ".cache"
-    return base / "specplug" / "grades" / f"{algorithm}.json"
+    return cache_base() / "specplug" / "grades" / f"{algorithm}.json"
 
 
 @attrs.frozen(kw_only=True)
