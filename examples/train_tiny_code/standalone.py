@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from specplug import TokenMap
+from specplug.speculative.own_text import pack
 
 TOKENIZER = "tokenizer.json", "tokenizer_config.json"
 
@@ -57,15 +58,10 @@ class OwnRows:
     def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, L] → the draft's tokens [B, 1.25 L], the place of each token's last piece [B, L], and
         whether that has room [B, L]."""
-        own, most = self.vocabulary, self.vocabulary.most_pieces
-        counts = own.num_pieces[tokens]
+        counts = self.vocabulary.num_pieces[tokens]
+        packed = pack(self.vocabulary.pieces[tokens], counts, self.length)
         ends = counts.cumsum(1)
-        of_token = torch.arange(most, device=tokens.device)
-        to = (ends - counts).unsqueeze(2) + of_token
-        to = torch.where(of_token < counts.unsqueeze(2), to, self.length).clamp(max=self.length)
-        packed = tokens.new_zeros(len(tokens), self.length + 1)
-        packed.scatter_(1, to.flatten(1), own.pieces[tokens].flatten(1))
-        return packed[:, :-1], (ends - 1).clamp(max=self.length - 1), ends <= self.length
+        return packed, (ends - 1).clamp(max=self.length - 1), ends <= self.length
 
 
 def begin_from(
@@ -120,7 +116,7 @@ def main() -> None:
     config = configuration(
         arguments.layers, arguments.hidden, arguments.intermediate, arguments.hidden // 32
     )
-    vocabulary, own_rows = None, None
+    own_rows = None
     if arguments.vocabulary is None:
         draft = begin(config, target, device)
     else:
@@ -140,7 +136,7 @@ def main() -> None:
         with torch.no_grad():
             (goal,) = forward(target, tokens)
             wanted = F.linear(goal, target.lm_head.weight)
-        if vocabulary is None or own_rows is None:
+        if own_rows is None:
             (hidden,) = forward(draft, tokens)
             logits = F.linear(hidden, draft.lm_head.weight)
             return found(logits.flatten(0, 1), wanted.flatten(0, 1))
@@ -148,7 +144,8 @@ def main() -> None:
         (hidden,) = forward(draft, own)
         hidden = hidden.gather(1, last.unsqueeze(2).expand(-1, -1, hidden.shape[2]))
         logits = F.linear(hidden[inside], draft.lm_head.weight)
-        return found(vocabulary.shared(logits), wanted[inside][:, vocabulary.target_ids])
+        shared = own_rows.vocabulary
+        return found(shared.shared(logits), wanted[inside][:, shared.target_ids])
 
     def save_draft() -> None:
         save(config, {name: value.cpu() for name, value in draft.state_dict().items()}, out)

@@ -25,8 +25,7 @@ from specplug.speculative.graph_runner import PassRunner
 from specplug.speculative.hook_order import Batch
 from specplug.speculative.output_kind import OutputKind, PerTokenOutput
 from specplug.speculative.own_text import PagedOwnText
-from specplug.speculative.padding import Padding
-from specplug.speculative.paged_plan import LentPlan, PagedKVCache, PagedPlan
+from specplug.speculative.paged_plan import LentPlan, PagedKVCache
 from specplug.speculative.runtime import KVCache, RankInfo
 from specplug.speculative.runtime_base import RuntimeBase
 from specplug.speculative.target_plan import LentTargetPlan, ViewShape
@@ -162,20 +161,18 @@ class EngineRuntime(RuntimeBase):
         positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> LentPlan:
-        width, padding = Padding.between(width, self.device)
-        self._check_plan(batch, starts, width, offset, positions, mask)
-        return LentPlan(
-            PagedPlan(
-                requests=self._kv.request_slots,
-                req_indices=batch.req_indices,
-                starts=starts,
-                width=width,
-                length=self._kv.key_length,
-                offset=offset,
-                given_positions=positions,
-                mask=mask,
-                padding=padding,
-            )
+        most = width if isinstance(width, int) else max(width)
+        self._check_plan(batch, starts, most, offset, positions, mask)
+        kv = self._kv
+        return LentPlan.of(
+            kv.request_slots,
+            kv.key_length,
+            batch.req_indices,
+            starts,
+            width,
+            offset,
+            positions,
+            mask,
         )
 
     def target_layers(self, first: int, last: int) -> DraftingLayers:

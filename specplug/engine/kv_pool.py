@@ -108,7 +108,7 @@ class KVPool:
             shape: of one of its tokens.
             own_lengths: the tokens of the draft that a slot has room for.
         """
-        cache = PagedKVCache(own_lengths=own_lengths)
+        cache = PagedKVCache()
         if own_lengths > 1:
             shape = attrs.evolve(shape, num_kv_heads=own_lengths * shape.num_kv_heads)
             cache.text = PagedOwnText.over(

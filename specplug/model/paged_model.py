@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,6 @@ class PagedModel:
             (``own_tokens``), where the host has own lengths.
 
     Attributes:
-        vocabulary: its tokens and the target's.
         own_tokens: what it reads in the place of the target's tokens, for ``TokenDrafter``; None:
             one token for each.
         vocab_size: V of its logits.
@@ -47,7 +47,8 @@ class PagedModel:
 
     Raises:
         CheckpointError: there is no such model, it cannot be loaded, its attention is none that
-            the runtime's plans compute, or it shares no token with the target.
+            the runtime's plans compute, or its pieces are to be read and it shares no token with
+            the target.
     """
 
     def __init__(self, runtime: Runtime, path: str | Path, *, reads_pieces: bool = False) -> None:
@@ -63,7 +64,7 @@ class PagedModel:
         self.vocab_size = target.vocab_size
         self.context_len = target.context_len
         shape = target.kv_shape
-        self.vocabulary = TokenMap.of_draft(runtime, path, self.vocab_size)
+        self._runtime, self._path = runtime, path
         own_lengths = {}
         if reads_pieces and runtime.host.own_lengths and self.vocabulary.most_pieces > 1:
             own_lengths = {"own_lengths": self.vocabulary.most_pieces}
@@ -81,6 +82,15 @@ class PagedModel:
         self.has_windows = any(
             kind.window is not None and kind.window < self.context_len for kind in target.attentions
         )
+
+    @cached_property
+    def vocabulary(self) -> TokenMap:
+        """Its tokens and the target's.
+
+        Raises:
+            CheckpointError: as ``TokenMap.of_draft``.
+        """
+        return TokenMap.of_draft(self._runtime, self._path, self.vocab_size)
 
     @property
     def model(self) -> Any:

@@ -22,7 +22,6 @@ from specplug.speculative.hook_order import Batch
 from specplug.speculative.noise import couple
 from specplug.speculative.runtime import AttentionPlan, Runtime
 from specplug.speculative.tree import select_nodes
-from specplug.speculative.verify import CommittedOutput
 
 
 @attrs.define(eq=False)
@@ -156,16 +155,14 @@ class Drafter(ABC):
             depth: of all of them, from ``seq_lens`` on; None: each is one deeper than the one
                 before it.
         """
-        starts = batch.seq_lens
+        starts, plan = self._drafted_text(batch)
         positions = None if depth is None else (starts + depth).unsqueeze(1).expand(-1, width)
-        return self.runtime.plan_attention(
-            batch, starts, width, offset=offset, positions=positions, mask=mask
-        )
+        return plan(batch, starts, width, offset=offset, positions=positions, mask=mask)
 
-    def _path_plan(self, batch: Batch, output: CommittedOutput) -> AttentionPlan:
-        """Return the plan of an accepted path's rows."""
-        width = output.next_tokens.shape[0] // batch.size
-        return self.runtime.plan_attention(batch, batch.seq_lens, width)
+    def _drafted_text(self, batch: Batch) -> tuple[Tensor, Callable[..., AttentionPlan]]:
+        """Return where the text begins that drafts are added to, [bs] int64, and what plans passes
+        over it."""
+        return batch.seq_lens, self.runtime.plan_attention
 
     def chain(
         self,

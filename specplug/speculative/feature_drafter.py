@@ -102,6 +102,11 @@ class FeatureDrafter(Drafter):
         extend = self._extend if batch.is_prefill else self._extend_paths
         return DraftInput(bonus_tokens=output.bonus_tokens, state=extend(batch, output))
 
+    def _path_plan(self, batch: Batch, output: CommittedOutput) -> AttentionPlan:
+        """Return the plan of an accepted path's rows."""
+        width = output.next_tokens.shape[0] // batch.size
+        return self.runtime.plan_attention(batch, batch.seq_lens, width)
+
     def _write(self, batch: Batch, output: CommittedOutput) -> tuple[()]:
         """Write the keys and values of an accepted path: the pass ends where its last layer would
         attend to them."""

@@ -16,8 +16,38 @@ from torch import Tensor
 
 from specplug.errors import PluginError
 from specplug.speculative.hook_order import Batch
-from specplug.speculative.padding import Padding
-from specplug.speculative.paged_plan import LentPlan, PagedPlan, RequestSlots
+from specplug.speculative.paged_plan import LentPlan, RequestSlots
+
+
+def packed_places(counts: Tensor, most: int, spare: int) -> Tensor:
+    """Return where the pieces of a row's tokens go that stand one after the other without gaps.
+
+    Args:
+        counts: [bs, w] int64, pieces of each token, at most ``most``.
+        spare: the place of those that there are not.
+
+    Returns:
+        [bs, w, most] int64.
+    """
+    of_token = torch.arange(most, device=counts.device)
+    places = (counts.cumsum(1) - counts).unsqueeze(2) + of_token
+    return torch.where(of_token < counts.unsqueeze(2), places, spare)
+
+
+def pack(pieces: Tensor, counts: Tensor, room: int) -> Tensor:
+    """Put the pieces of each row's tokens one after the other.
+
+    Args:
+        pieces: [bs, w, M] int64 of each token; its first ``counts`` [bs, w] count.
+        room: places of a row. What is past them is left out.
+
+    Returns:
+        [bs, room] int64, zeros after a row's last piece.
+    """
+    bs, _, most = pieces.shape
+    places = packed_places(counts, most, room).clamp(max=room)
+    packed = pieces.new_zeros(bs, room + 1)
+    return packed.scatter_(1, places.flatten(1), pieces.flatten(1))[:, :-1]
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -64,14 +94,13 @@ class PagedOwnText:
         self._check(batch, starts, counts)
         width = counts.shape[1]
         order = torch.arange(width, device=starts.device)
-        ends = self.length(batch, starts).unsqueeze(1) + counts.cumsum(1)
+        begin = self.length(batch, starts).unsqueeze(1)
+        ends = begin + counts.cumsum(1)
         index = (starts.unsqueeze(1) + order).clamp(max=self.ends.shape[1] - 1)
         row = batch.req_indices.unsqueeze(1)
         self.ends[row, index] = ends
-        of_token = torch.arange(self.most, device=starts.device)
         spare = self.own.slots.shape[1] - 1
-        to = (ends - counts).unsqueeze(2) + of_token
-        to = torch.where(of_token < counts.unsqueeze(2), to, spare).flatten(1)
+        to = begin + packed_places(counts, self.most, spare).flatten(1)
         places = self._places(batch, index).flatten(1)
         # What is drafted takes all places of the slots that follow; so does a pass's padding.
         following = torch.arange(max(self.room, width), device=starts.device)
@@ -105,19 +134,10 @@ class PagedOwnText:
         mask: Tensor | None = None,
     ) -> LentPlan:
         """Plan a pass over own tokens, as ``OwnText.plan_attention`` says."""
-        width, padding = Padding.between(width, starts.device)
-        plan = PagedPlan(
-            requests=self.own,
-            req_indices=batch.req_indices,
-            starts=starts,
-            width=width,
-            length=min(self.most * self.key_length(), self.own.slots.shape[1]),
-            offset=offset,
-            given_positions=positions,
-            mask=mask,
-            padding=padding,
+        length = min(self.most * self.key_length(), self.own.slots.shape[1])
+        return LentPlan.of(
+            self.own, length, batch.req_indices, starts, width, offset, positions, mask
         )
-        return LentPlan(plan)
 
     def _check(self, batch: Batch, starts: Tensor, counts: Tensor) -> None:
         """Refuse what is no number for each token."""

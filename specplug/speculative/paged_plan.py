@@ -45,15 +45,19 @@ class PagedKVCache(KVCache):
 
     Attributes:
         keys, values: [slots, Hkv, D] of each layer; none until the pool is allocated.
-        own_lengths: M, the tokens that a slot of the target has room for. With more than one the
-            leading size is M times the slots.
-        text: which of these are in use; None: M is 1.
+            With a ``text`` a slot has room for several tokens, and the leading size is so many
+            times the slots.
+        text: which of these are in use; None: a slot has one.
     """
 
     keys: list[Tensor] = attrs.field(factory=list)
     values: list[Tensor] = attrs.field(factory=list)
-    own_lengths: int = 1
     text: PagedOwnText | None = None
+
+    @property
+    def own_lengths(self) -> int:
+        """M, the tokens that a slot of the target has room for."""
+        return 1 if self.text is None else self.text.most
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -423,6 +427,35 @@ class LentPlan:
 
     def __init__(self, plan: PagedPlan) -> None:
         self._plan = plan
+
+    @classmethod
+    def of(
+        cls,
+        requests: RequestSlots,
+        length: int,
+        req_indices: Tensor,
+        starts: Tensor,
+        width: int | Sequence[int],
+        offset: int,
+        positions: Tensor | None,
+        mask: Tensor | None,
+    ) -> LentPlan:
+        """Return the plan of rows that ``Runtime.plan_attention`` describes; ``requests``,
+        ``length`` and ``req_indices`` as in ``PagedPlan``."""
+        width, padding = Padding.between(width, starts.device)
+        return cls(
+            PagedPlan(
+                requests=requests,
+                req_indices=req_indices,
+                starts=starts,
+                width=width,
+                length=length,
+                offset=offset,
+                given_positions=positions,
+                mask=mask,
+                padding=padding,
+            )
+        )
 
     @property
     def positions(self) -> Tensor:

@@ -6,6 +6,7 @@ Leviathan, Kalman and Matias (arXiv 2211.17192); Chen et al. (arXiv 2302.01318).
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 
 import attrs
 import torch
@@ -17,6 +18,7 @@ from specplug.speculative.draft_state import StateTensor
 from specplug.speculative.drafter import Drafter
 from specplug.speculative.hook_order import Batch
 from specplug.speculative.host_copy import upload
+from specplug.speculative.own_text import pack
 from specplug.speculative.padding import Padding
 from specplug.speculative.runtime import AttentionPlan, KVCache, OwnText, Runtime
 from specplug.speculative.verify import CommittedOutput
@@ -284,40 +286,18 @@ class TokenDrafter(Drafter):
         """
         assert self.own_tokens is not None
         bs, width = tokens.shape
-        most, counts = self.own_tokens.most, self._counts(tokens, count)
+        counts = self._counts(tokens, count)
         text.place(batch, starts, counts)
-        ends = counts.cumsum(1)
-        of_token = torch.arange(most, device=tokens.device)
-        to = torch.where(
-            of_token < counts.unsqueeze(2), (ends - counts).unsqueeze(2) + of_token, most * width
-        )
-        packed = tokens.new_zeros(bs, most * width + 1)
-        packed.scatter_(1, to.flatten(1), self.own_tokens.pieces[tokens].flatten(1))
-        begin, total = text.length(batch, starts), ends[:, -1]
-        plan = text.plan_attention(batch, begin, most * width)
-        first_rows = torch.arange(bs, device=tokens.device) * (most * width)
-        return _Reading(
-            packed[:, :-1].reshape(-1),
-            plan,
-            first_rows + total - 1,
-            begin + total - 1,
-        )
+        rows = self.own_tokens.most * width
+        packed = pack(self.own_tokens.pieces[tokens], counts, rows)
+        begin, last = text.length(batch, starts), counts.sum(1) - 1
+        plan = text.plan_attention(batch, begin, rows)
+        first_rows = torch.arange(bs, device=tokens.device) * rows
+        return _Reading(packed.reshape(-1), plan, first_rows + last, begin + last)
 
-    def _plan_drafted(
-        self,
-        batch: Batch,
-        width: int,
-        *,
-        offset: int,
-        depth: int | None = None,
-        mask: Tensor | None = None,
-    ) -> AttentionPlan:
-        """Plan a pass over drafted tokens, each of which is one of its own, too."""
+    def _drafted_text(self, batch: Batch) -> tuple[Tensor, Callable[..., AttentionPlan]]:
+        """Return where the text of the pass that drafts begins, and what plans passes over it."""
         if self._text is None:
-            return super()._plan_drafted(batch, width, offset=offset, depth=depth, mask=mask)
-        starts = self._length
-        assert starts is not None
-        positions = None if depth is None else (starts + depth).unsqueeze(1).expand(-1, width)
-        return self._text.plan_attention(
-            batch, starts, width, offset=offset, positions=positions, mask=mask
-        )
+            return super()._drafted_text(batch)
+        assert self._length is not None
+        return self._length, self._text.plan_attention

@@ -43,17 +43,15 @@ class TokenMap:
     Attributes:
         target_ids: [V_shared] int64, the tokens that both know, in the target's ids, ascending.
         draft_ids: [V_shared] int64, the same tokens in the draft's ids.
-        reads: [V] int64, for each token of the target the draft's token that is read in its place:
-            the same one where the draft knows it, else the last of those that its tokenizer makes
-            of the text.
-        pieces: [V, M] int64, all that are read in its place, then zeros. Of more than M the last.
+        pieces: [V, M] int64, for each token of the target those of the draft that are read in its
+            place, then zeros: the same one where the draft knows it, else those that its tokenizer
+            makes of the text. Of more than M the last.
         num_pieces: [V] int64, how many these are, at least 1.
         draft_vocab_size: of the draft model.
     """
 
     target_ids: Tensor
     draft_ids: Tensor
-    reads: Tensor
     pieces: Tensor
     num_pieces: Tensor
     draft_vocab_size: int
@@ -102,9 +100,9 @@ class TokenMap:
         pieces = {id_: [draft_id] for id_, draft_id in pairs}
         for id_, found in zip(unknown, _pieces_of(draft, list(unknown.values())), strict=True):
             pieces.setdefault(id_, found)
-        reads, padded, counts = _packed(pieces, vocab_size)
+        padded, counts = _padded(pieces, vocab_size)
         return cls(
-            target_ids.contiguous(), draft_ids.contiguous(), reads, padded, counts, draft_vocab_size
+            target_ids.contiguous(), draft_ids.contiguous(), padded, counts, draft_vocab_size
         )
 
     @classmethod
@@ -132,12 +130,18 @@ class TokenMap:
         """Map each token to itself."""
         order = torch.arange(vocab_size)
         ones = torch.ones_like(order)
-        return cls(order, order, order, order.unsqueeze(1), ones, vocab_size)
+        return cls(order, order, order.unsqueeze(1), ones, vocab_size)
 
     @property
     def vocab_size(self) -> int:
         """V, of the target."""
-        return len(self.reads)
+        return len(self.pieces)
+
+    @property
+    def reads(self) -> Tensor:
+        """[V] int64, for each token of the target the one token of the draft that is read in its
+        place where texts are to keep their lengths: the last piece."""
+        return self.pieces.gather(1, self.num_pieces.unsqueeze(1) - 1).squeeze(1)
 
     @property
     def most_pieces(self) -> int:
@@ -165,7 +169,6 @@ class TokenMap:
             self,
             target_ids=self.target_ids.to(device),
             draft_ids=self.draft_ids.to(device),
-            reads=self.reads.to(device),
             pieces=self.pieces.to(device),
             num_pieces=self.num_pieces.to(device),
         )
@@ -214,19 +217,15 @@ def _with_roles(pairs: list[tuple[int, int]], target: Any, draft: Any) -> list[t
     return sorted(mapped.items())
 
 
-def _packed(pieces: Mapping[int, list[int]], vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the last piece of each token [V], its pieces [V, M] and their numbers [V]. A token
-    without any is read as token 0."""
+def _padded(pieces: Mapping[int, list[int]], vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Return the pieces of each token [V, M] and their numbers [V]. A token without any is read as
+    token 0."""
     lengths = sorted(len(each) for each in pieces.values() if len(each) > 1)
     whole = lengths[int(_SHARE_WHOLE * (len(lengths) - 1))] if lengths else 1
     most = min(_MOST_PIECES, whole)
     kept = [pieces.get(id_, [0])[-most:] for id_ in range(vocab_size)]
     padded = torch.tensor([each + [0] * (most - len(each)) for each in kept])
-    return (
-        torch.tensor([each[-1] for each in kept]),
-        padded,
-        torch.tensor([len(each) for each in kept]),
-    )
+    return padded, torch.tensor([len(each) for each in kept])
 
 
 def _pieces_of(tokenizer: Any, tokens: Sequence[tuple[bool, bytes]]) -> list[list[int]]:
