@@ -104,7 +104,7 @@ _LAZY = {
     "StepReport": "specplug.speculative.report",
     "AttentionPlan": "specplug.speculative.runtime",
     "OwnText": "specplug.speculative.runtime",
-    "OwnTokens": "specplug.speculative.token_drafter",
+    "TokenPieces": "specplug.speculative.token_drafter",
     "KVCache": "specplug.speculative.runtime",
     "Lattice": "specplug.speculative.lattice",
     "likeliest_tree": "specplug.speculative.lattice",

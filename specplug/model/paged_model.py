@@ -17,7 +17,7 @@ from specplug.model.attention import running
 from specplug.model.target import Target
 from specplug.speculative.paged_plan import PagedKVCache, plan_of
 from specplug.speculative.runtime import AttentionPlan, KVCache, Runtime
-from specplug.speculative.token_drafter import OwnTokens
+from specplug.speculative.token_drafter import TokenPieces
 from specplug.speculative.token_map import TokenMap
 
 
@@ -34,10 +34,10 @@ class PagedModel:
         runtime: the engine's.
         path: the model's folder or hub id.
         reads_pieces: whether it reads a token that its vocabulary lacks as all pieces of it
-            (``own_tokens``), where the host has own lengths.
+            (``pieces``), where the host has own lengths.
 
     Attributes:
-        own_tokens: what it reads in the place of the target's tokens, for ``TokenDrafter``; None:
+        pieces: what it reads in the place of the target's tokens, for ``TokenDrafter``; None:
             one token for each.
         vocab_size: V of its logits.
         context_len: tokens of the longest sequence that it was made for. Later positions are taken
@@ -71,9 +71,9 @@ class PagedModel:
         self._cache: Any = runtime.allocate_kv(
             shape.num_layers, shape.num_kv_heads, shape.head_dim, **own_lengths
         )
-        self.own_tokens = None
+        self.pieces = None
         if own_lengths:
-            self.own_tokens = OwnTokens(
+            self.pieces = TokenPieces(
                 self._cache, self.vocabulary.pieces, self.vocabulary.num_pieces
             )
         if not isinstance(self._cache, PagedKVCache):

@@ -25,23 +25,24 @@ from specplug.speculative.verify import CommittedOutput
 
 
 @attrs.frozen(eq=False)
-class OwnTokens:
+class TokenPieces:
     """What a network reads whose tokens are not the target's.
 
     Attributes:
         cache: its own, of ``Runtime.allocate_kv(own_lengths=M)``.
-        pieces: [V, M] int64, the own tokens that stand for each token of the target, then padding.
-        num_pieces: [V] int64, how many they are, 1 to M; of a token of ``token_ids`` 1.
+        ids: [V, M] int64, the network's tokens that stand for each token of the target, then
+            padding.
+        counts: [V] int64, how many they are, 1 to M; of a token of ``token_ids`` 1.
     """
 
     cache: KVCache
-    pieces: Tensor
-    num_pieces: Tensor
+    ids: Tensor
+    counts: Tensor
 
     @property
     def most(self) -> int:
         """M."""
-        return self.pieces.shape[1]
+        return self.ids.shape[1]
 
 
 @attrs.frozen(eq=False)
@@ -78,21 +79,21 @@ class TokenDrafter(Drafter):
     Args:
         runtime: the engine's.
         token_ids: [V_draft] int64, for each column of ``logits`` the target's id.
-        own_tokens: what the network reads in the place of the target's tokens; None: these.
+        pieces: what the network reads in the place of the target's tokens; None: these.
 
     Attributes:
-        own_tokens: as given.
+        pieces: as given.
     """
 
     def __init__(
-        self, runtime: Runtime, *, token_ids: Tensor, own_tokens: OwnTokens | None = None
+        self, runtime: Runtime, *, token_ids: Tensor, pieces: TokenPieces | None = None
     ) -> None:
         super().__init__(runtime, token_ids=token_ids, lead=1)
-        self.own_tokens = own_tokens
+        self.pieces = pieces
         self._text: OwnText | None = None
         self._length: Tensor | None = None  # of the pass that drafts, before the root's last token
-        if own_tokens is not None:
-            self._text = runtime.own_text(own_tokens.cache)
+        if pieces is not None:
+            self._text = runtime.own_text(pieces.cache)
         self._pending = self.num_steps + 1
         self._first_row = torch.zeros(1, dtype=torch.int64, device=runtime.device)
         # Each is one graph where the host records: the whole chain or tree, not a step of it.
@@ -106,7 +107,7 @@ class TokenDrafter(Drafter):
         """Run a pass: write the keys of tokens, and return the logits of the token after each row.
 
         Args:
-            tokens: [R] int64, the target's ids, or with ``own_tokens`` the network's own.
+            tokens: [R] int64, the target's ids, or with ``pieces`` the network's own.
             plan: where they stand and what they see.
             rows: [M] int64, those whose logits are wanted; None: all R.
 
@@ -171,8 +172,8 @@ class TokenDrafter(Drafter):
         self, tokens: Tensor, hidden: Tensor | None, plan: AttentionPlan
     ) -> tuple[Tensor, None]:
         """Run a pass over drafted tokens, which hands on nothing but keys."""
-        if self.own_tokens is not None:
-            tokens = self.own_tokens.pieces[tokens, 0]
+        if self.pieces is not None:
+            tokens = self.pieces.ids[tokens, 0]
         return self.logits(tokens, plan), None
 
     def _begin_chain(
@@ -273,9 +274,9 @@ class TokenDrafter(Drafter):
     def _counts(self, tokens: Tensor, count: Tensor) -> Tensor:
         """Return how many own tokens stand for each of the first ``count`` [bs] of tokens [bs, w],
         and 0 for the others."""
-        assert self.own_tokens is not None
+        assert self.pieces is not None
         order = torch.arange(tokens.shape[1], device=tokens.device)
-        return torch.where(order < count.unsqueeze(1), self.own_tokens.num_pieces[tokens], 0)
+        return torch.where(order < count.unsqueeze(1), self.pieces.counts[tokens], 0)
 
     def _read_own(
         self, batch: Batch, text: OwnText, tokens: Tensor, starts: Tensor, count: Tensor
@@ -284,12 +285,12 @@ class TokenDrafter(Drafter):
 
         Each request has M rows for each of its tokens. Its own tokens come first; then padding.
         """
-        assert self.own_tokens is not None
+        assert self.pieces is not None
         bs, width = tokens.shape
         counts = self._counts(tokens, count)
         text.place(batch, starts, counts)
-        rows = self.own_tokens.most * width
-        packed = pack(self.own_tokens.pieces[tokens], counts, rows)
+        rows = self.pieces.most * width
+        packed = pack(self.pieces.ids[tokens], counts, rows)
         begin, last = text.length(batch, starts), counts.sum(1) - 1
         plan = text.plan_attention(batch, begin, rows)
         first_rows = torch.arange(bs, device=tokens.device) * rows

@@ -310,7 +310,7 @@ def _reference_of(worker: object) -> Reference:
             ]
             if own:
                 raise NotApplicable(f"its worker has a {own[0]}() of its own")
-            if isinstance(worker, TokenDrafter) and worker.own_tokens is not None:
+            if isinstance(worker, TokenDrafter) and worker.pieces is not None:
                 raise NotApplicable("its worker reads tokens of its own, not the target's")
             return compute
     raise NotApplicable("its worker is neither a FeatureDrafter nor a TokenDrafter")

@@ -34,9 +34,9 @@ class StandaloneWorker(TokenDrafter):
                 "window, which trees do not; expected topk=1"
             )
         self._same = self.vocabulary.is_identity
-        own = self.model.own_tokens
+        own = self.model.pieces
         self._reads = None if self._same or own is not None else self.vocabulary.reads
-        super().__init__(runtime, token_ids=self.vocabulary.target_ids, own_tokens=own)
+        super().__init__(runtime, token_ids=self.vocabulary.target_ids, pieces=own)
 
     def logits(self, tokens: Tensor, plan: AttentionPlan, rows: Tensor | None = None) -> Tensor:
         """Run the model on tokens [R], its own or the target's; return the logits of the shared

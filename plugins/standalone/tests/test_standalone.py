@@ -519,7 +519,7 @@ def test_chain_is_what_the_model_says_of_its_own_text(
     settings = {"chunked_prefill_size": chunk, "page_size": page_size}
     with load_own(spy, halved, speculative_num_steps=steps, **settings) as llm:
         output = llm.generate([TEXT], READ)[0]
-        assert llm.engine.runtime.worker.model.own_tokens.most == 3
+        assert llm.engine.runtime.worker.model.pieces.most == 3
     check_chains(spy, halved, [*output.prompt_token_ids, *output.token_ids], steps)
 
 
