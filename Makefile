@@ -1,6 +1,7 @@
 # make run: complete held-out code under every installed algorithm. make test: the whole suite.
-# Both install the core and every plugin of plugins/ into .venv first, once. make test-hosts: the tests
-# inside other engines, each in an environment that hosts/*/test*.mk make.
+# make docs: the pages as a site, build/site. Each installs the core and every plugin of plugins/ into
+# .venv first, once. make test-hosts: the tests inside other engines, each in an environment that
+# hosts/*/test*.mk make.
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +13,7 @@ PYTEST_ARGS ?= -n 3 --dist worksteal
 HOST_PYTEST_ARGS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: run test test-hosts lint bench clean
+.PHONY: run test test-hosts lint bench docs clean
 
 run: $(VENV)/.installed
 	$(BIN)/python examples/complete.py
@@ -35,12 +36,16 @@ bench: $(VENV)/.installed
 	$(BIN)/specplug bench --output build/bench
 	$(BIN)/python benchmarks/hosts/compare.py prompts embedded --batch 1 --prompts 1 --rounds 40 --max-tokens 128
 
+# Warnings are errors, a link to a page or a title that is not there too.
+docs: $(VENV)/.installed
+	$(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/site-cache . build/site
+
 clean:
 	rm -rf $(VENV) $(VENV)-*
 
 # The folder plugins/ is newer when a plugin was added to it or taken away.
 $(VENV)/.installed: $(PROJECTS) constraints.txt plugins | $(BIN)/python
-	$(INSTALL) -e ".[bench,disagg,grammar,new,serve,test]" $(PLUGINS:%=-e ./%)
+	$(INSTALL) -e ".[bench,disagg,docs,grammar,new,serve,test]" $(PLUGINS:%=-e ./%)
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

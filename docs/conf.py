@@ -1,0 +1,84 @@
+"""Build the pages as a site: ``make docs``, which runs Sphinx over the Markdown as it stands.
+
+The pages are written for the repository. What a site needs besides is made while they are read: the
+list of pages, links to folders, pages as Markdown, llms.txt.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+LINK = re.compile(r"\[([^\]]+)\]\(([^)#:]+)(?:#[^)]*)?\)")
+
+project = "specplug"
+extensions = ["myst_parser"]
+root_doc = "README"
+html_theme = "furo"
+html_title = "specplug"
+html_copy_source = False
+html_show_copyright = False
+myst_heading_anchors = 6
+# Titles that several pages have are no fault: links name their page.
+suppress_warnings = ["myst.header"]
+
+
+def listed_pages() -> list[tuple[str, str]]:
+    """Read the README's list of documentation: each page's path, and what it is about."""
+    rows = README.partition("## Documentation\n")[2].splitlines()
+    cells = [row.strip("| ").split(" | ", 1) for row in rows if row.startswith("| [")]
+    return [(path, about) for pages, about in cells for _, path in LINK.findall(pages)]
+
+
+PAGES = listed_pages()
+exclude_patterns = [".*", "build"]  # folders that are not even walked: environments, caches
+include_patterns = ["README.md", "specplug/kernels/README.md", *(path for path, _ in PAGES)]
+
+
+def _of_site(app: Any, name: str, source: list[str]) -> None:
+    """Change a page's text, as it is read, to what the site shows."""
+    folder = (ROOT / name).parent
+
+    def link(found: re.Match[str]) -> str:
+        return found[1] if (folder / found[2]).is_dir() else found[0]
+
+    text = LINK.sub(link, source[0])
+    text = text.replace("```mermaid\n", "```text\n")  # drawing it would need a script of others
+    if name == root_doc:
+        paths = [*(path for path, _ in PAGES), "specplug/kernels/README.md"]
+        text += "\n```{toctree}\n:hidden:\n\n" + "\n".join(paths) + "\n```\n"
+    source[0] = text
+
+
+def _finish(app: Any, failure: Exception | None) -> None:
+    """Add the pages as Markdown, llms.txt, and the first page under the name servers look for."""
+    if failure is not None or app.builder.name != "html":
+        return
+    site = Path(app.outdir)
+    for name in app.env.found_docs:
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / f"{name}.md", site / f"{name}.md")
+    shutil.copyfile(site / "README.html", site / "index.html")
+    intro = " ".join(README.split("\n\n")[1].split())
+    lines = [
+        "# specplug",
+        "",
+        f"> {intro}",
+        "",
+        "## Pages",
+        "",
+        "- [README.md](README.md): the start",
+    ]
+    lines += [f"- [{path}]({path}): {about.rstrip(' |')}" for path, about in PAGES]
+    (site / "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Register what is done while pages are read and when all are written."""
+    app.connect("source-read", _of_site)
+    app.connect("build-finished", _finish)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
