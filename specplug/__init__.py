@@ -70,7 +70,8 @@ if TYPE_CHECKING:
     from specplug.speculative.output_kind import PerTokenOutput
     from specplug.speculative.report import RequestReport, StepReport
     from specplug.speculative.rotation import chunk_tails, rotate_chunks
-    from specplug.speculative.runtime import AttentionPlan, KVCache, Runtime
+    from specplug.speculative.runtime import AttentionPlan, KVCache, Runtime, TargetPlan
+    from specplug.speculative.target_drafter import TargetDrafter
     from specplug.speculative.token_drafter import TokenDrafter
     from specplug.speculative.token_map import TokenMap
     from specplug.speculative.tree import select_nodes
@@ -111,6 +112,8 @@ _LAZY = {
     "longest_path": "specplug.speculative.lattice",
     "Runtime": "specplug.speculative.runtime",
     "StateTensor": "specplug.speculative.draft_state",
+    "TargetDrafter": "specplug.speculative.target_drafter",
+    "TargetPlan": "specplug.speculative.runtime",
     "TokenDrafter": "specplug.speculative.token_drafter",
     "TokenMap": "specplug.speculative.token_map",
     "chunk_tails": "specplug.speculative.rotation",
@@ -175,7 +178,9 @@ __all__ = [
     "SpecplugError",
     "StateTensor",
     "StepReport",
+    "TargetDrafter",
     "TargetOutput",
+    "TargetPlan",
     "TokenDrafter",
     "TokenMap",
     "UnknownAlgorithm",

@@ -250,6 +250,19 @@ class SpecConfig:
             draft_lookahead=min(steps + 1, MAX_NUM_STEPS),
         )
 
+    def fit_target_draft(self) -> SpecConfig:
+        """Adjust the settings to those that ``TargetDrafter`` can use: to those of
+        ``fit_feature_draft``, with a slot for the root before those of a tree's nodes.
+
+        Raises:
+            UsageError: a tree of the root alone.
+        """
+        fitted = self.fit_feature_draft()
+        if fitted.topk > 1:
+            slots = 1 + fitted.topk * max(fitted.num_steps - 1, 1)
+            fitted = attrs.evolve(fitted, num_draft_slots=slots)
+        return fitted
+
     @classmethod
     def resolve(
         cls,

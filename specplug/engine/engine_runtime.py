@@ -25,7 +25,7 @@ from specplug.speculative.graph_runner import PassRunner
 from specplug.speculative.hook_order import Batch
 from specplug.speculative.output_kind import OutputKind, PerTokenOutput
 from specplug.speculative.own_text import PagedOwnText
-from specplug.speculative.paged_plan import LentPlan, PagedKVCache
+from specplug.speculative.paged_plan import LentPlan, PagedKVCache, check_rows
 from specplug.speculative.runtime import KVCache, RankInfo
 from specplug.speculative.runtime_base import RuntimeBase
 from specplug.speculative.target_plan import LentTargetPlan, ViewShape
@@ -258,29 +258,14 @@ class EngineRuntime(RuntimeBase):
         method: str = "plan_attention",
     ) -> None:
         """Refuse a pass that would write outside the slots that are kept for drafts."""
-        bs, most = batch.size, max(self._num_lookahead_slots, *batch.chunk_widths, 0)
-        if not 1 <= width <= most - offset:
+        bs, device = batch.size, batch.seq_lens.device
+        if starts.shape != (bs,) or starts.dtype != torch.int64 or starts.device != device:
             raise PluginError(
-                f"{method}: width {width} at offset {offset}; expected at least 1 and, with "
-                f"the offset, at most {most} slots from starts on; plan less, or raise "
-                "num_draft_slots in validate_config()"
+                f"{method}: starts {described(starts)}; expected [{bs}] of torch.int64 on "
+                f"{device}, for {bs} requests of {width} rows at offset {offset}"
             )
-        span = offset + width
-        for name, found, dtype, shapes in (
-            ("starts", starts, torch.int64, [(bs,)]),
-            ("positions", positions, torch.int64, [(bs, width), (1, width)]),
-            ("mask", mask, torch.bool, [(bs, width, span), (1, width, span)]),
-        ):
-            if found is not None and (
-                found.shape not in shapes
-                or found.dtype != dtype
-                or found.device != batch.seq_lens.device
-            ):
-                raise PluginError(
-                    f"{method}: {name} {described(found)}; expected {list(shapes[0])} of "
-                    f"{dtype} on {batch.seq_lens.device}, for {bs} requests of {width} rows at "
-                    f"offset {offset}"
-                )
+        most = max(self._num_lookahead_slots, *batch.chunk_widths, 0)
+        check_rows(method, starts, width, offset, positions, mask, most=most)
 
     def temperatures(self, batch: Batch) -> Tensor:
         return self._sampler.temperatures(batch.req_indices)

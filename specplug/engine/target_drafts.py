@@ -13,7 +13,7 @@ from specplug.model.target import Target
 from specplug.speculative.draft import described
 from specplug.speculative.hook_order import Batch
 from specplug.speculative.runtime import TargetPlan as RuntimePlan
-from specplug.speculative.target_plan import LentTargetPlan, TargetPlan, ViewShape, view_of
+from specplug.speculative.target_plan import LentTargetPlan, TargetPlan, ViewShape
 
 
 class TargetDrafts:
@@ -52,26 +52,17 @@ class TargetDrafts:
         room: int,
     ) -> LentTargetPlan:
         """Return the plan of rows; ``view``: of what they see; None: all."""
-        rows, requests = batch.req_indices, self._kv.request_slots
-        places, first, length, given = rows, starts, self._kv.key_length, None
-        if view is not None:
-            requests, first = view_of(requests, rows, starts, pages, view)
-            places = torch.arange(len(rows), device=rows.device)
-            length = requests.slots.shape[1]
-            order = torch.arange(offset, offset + width, device=rows.device)
-            given = starts.unsqueeze(1) + order
         return LentTargetPlan(
-            TargetPlan(
-                requests=requests,
-                req_indices=places,
-                starts=first,
-                width=width,
-                length=length,
+            TargetPlan.of(
+                self._kv.request_slots,
+                batch.req_indices,
+                starts,
+                width,
+                length=self._kv.key_length,
                 offset=offset,
-                given_positions=given,
-                request_rows=rows,
                 room=room,
-                is_view=view is not None,
+                view=view,
+                pages=pages,
             )
         )
 

@@ -222,8 +222,13 @@ class PagedPlan:
         return self._flat(self._positions).clamp(max=self.requests.last_position)
 
     @property
+    def _window_index(self) -> Tensor:
+        """[bs, Q] int64, the place in its path from which a row's sliding window is counted."""
+        return self._positions.clamp(max=self.requests.last_position)
+
+    @property
     def _window_positions(self) -> Tensor:
-        """[R] int64, the positions from which sliding windows are counted."""
+        """[R] int64, the same for the kernels."""
         return self.positions
 
     @cached_property
@@ -379,8 +384,8 @@ class PagedPlan:
         ahead = order - self.starts.unsqueeze(1)  # [bs, L], counted from the committed length
         if self.mask is None:
             query = torch.arange(self.offset, self.offset + self.width, device=order.device)
-            depth = ahead
-            visible = ahead.unsqueeze(1) <= query.unsqueeze(1)
+            depth = ahead.unsqueeze(1)
+            visible = depth <= query.unsqueeze(1)
         else:
             span = self.mask.shape[-1]
             node = ahead.clamp(0, span - 1)
@@ -390,14 +395,13 @@ class PagedPlan:
             # Nodes without a slot of their own share slot 0, whose content is arbitrary.
             inside &= (self.table.view(self.bs, -1) > 0).unsqueeze(1)
             visible = (ahead < 0).unsqueeze(1) | (seen & inside)
-            depth = ahead
-            if window is not None:
-                assert self.offset == 0, "a slot's depth is its row's: the mask must be square"
-                last = self.requests.last_position
-                query = self._positions.clamp(max=last) - self.starts.unsqueeze(1)
-                depth = torch.where(ahead < 0, ahead, query.gather(1, node))
+            depth = ahead.unsqueeze(1)
+            if window is not None:  # it counts the keys of a row's own path
+                query = self._window_index - self.starts.unsqueeze(1)
+                rank = (mask.cumsum(-1) - 1).gather(2, node.unsqueeze(1).expand_as(seen))
+                depth = torch.where(depth < 0, depth, rank)
         if window is not None:
-            visible = visible & (query.unsqueeze(-1) - depth.unsqueeze(1) < window)
+            visible = visible & (query.unsqueeze(-1) - depth < window)
         return visible
 
 
@@ -413,6 +417,47 @@ def _write(
     else:
         keys.index_copy_(0, slots, k)
         values.index_copy_(0, slots, v)
+
+
+def check_rows(
+    method: str,
+    starts: Tensor,
+    width: int,
+    offset: int,
+    positions: Tensor | None,
+    mask: Tensor | None,
+    *,
+    most: int,
+) -> None:
+    """Refuse a pass that would write outside the slots that are kept for drafts.
+
+    Args:
+        method: that the plugin called.
+        starts: [bs] int64; the others as in ``Runtime.plan_attention``.
+        most: slots from ``starts`` on.
+
+    Raises:
+        PluginError: by the name of what is wrong.
+    """
+    bs, span = len(starts), offset + width
+    if not 1 <= width <= most - offset:
+        raise PluginError(
+            f"{method}: width {width} at offset {offset}; expected at least 1 and, with "
+            f"the offset, at most {most} slots from starts on; plan less, or raise "
+            "num_draft_slots in validate_config()"
+        )
+    for name, found, dtype, shapes in (
+        ("positions", positions, torch.int64, [(bs, width), (1, width)]),
+        ("mask", mask, torch.bool, [(bs, width, span), (1, width, span)]),
+    ):
+        if found is not None and (
+            found.shape not in shapes or found.dtype != dtype or found.device != starts.device
+        ):
+            raise PluginError(
+                f"{method}: {name} {described(found)}; expected {list(shapes[0])} of "
+                f"{dtype} on {starts.device}, for {bs} requests of {width} rows at "
+                f"offset {offset}"
+            )
 
 
 class LentPlan:

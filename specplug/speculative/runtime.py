@@ -116,6 +116,24 @@ class TargetPlan(AttentionPlan, Protocol):
         """Return the plan of as many rows after these, which see these rows too.
 
         Raises:
+            PluginError: ``config.num_lookahead_slots`` end before, or the rows are a tree's.
+        """
+
+    def rows(
+        self,
+        width: int,
+        *,
+        offset: int,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> TargetPlan:
+        """Return the plan of other rows of the same requests, which see the same part of what is
+        committed: ``width`` of each request, with ``offset``, ``positions`` and ``mask`` as in
+        ``Runtime.plan_attention``. So a tree is drafted level by level.
+
+        A layer of a sliding window looks back along each row's own path.
+
+        Raises:
             PluginError: ``config.num_lookahead_slots`` end before.
         """
 

@@ -237,8 +237,8 @@ BAD_USAGE = [
     (("--dtype", "int8", "x"), "'int8' is not one of 'auto', 'float32'"),
     (("--no-such-option", "x"), "No such option '--no-such-option'"),
     (
-        ("--speculative-algorithm", "SPARSE_SELF", "--speculative-eagle-topk", "2", "x"),
-        "topk=2: SPARSE_SELF drafts chains only; use topk=1, or an algorithm that branches",
+        ("--speculative-algorithm", "NONE", "--speculative-eagle-topk", "2", "x"),
+        "topk=2: NONE drafts chains only; use topk=1, or an algorithm that branches",
     ),
     ((), "no prompt was given; expected PROMPT arguments, - for standard input, or --prompt-file"),
     (("-", "-"), "prompt '-' stands more than once"),

@@ -29,6 +29,8 @@ from specplug import (
     Runtime,
     SamplingParams,
     SpecConfig,
+    TargetDrafter,
+    TargetPlan,
     UsageError,
     hookimpl,
 )
@@ -332,44 +334,37 @@ def test_what_cannot_be_planned_is_refused(
 # The part of a context
 
 
-class Views:
-    """Drafts with all layers over a view, and keeps how much was accepted."""
+class SeesPart(EarlyExit):  # type: ignore[misc]
+    """Drafts with all layers over a view of what is committed."""
 
     def __init__(self, **view: Any) -> None:
-        self._view = view
+        super().__init__()
+        self.view = view
 
-    def chain(self, runtime: Runtime, batch: Batch, roots: Tensor, steps: int) -> Tensor:
-        plan, tokens = runtime.plan_target(batch, batch.seq_lens, 1, **self._view), [roots]
-        for _ in range(steps):
-            hidden = runtime.worker(runtime.embed_tokens(tokens[-1]), plan)
-            tokens.append(runtime.lm_head(runtime.final_norm(hidden)).argmax(-1))
-            plan = plan.next()
-        return torch.stack(tokens, 1)
+    @hookimpl
+    def create_worker(self, runtime: Runtime) -> TargetDrafter:
+        view = self.view
+
+        class Drafter(TargetDrafter):
+            def plan(self, batch: Batch, *state: Tensor) -> TargetPlan:
+                return runtime.plan_target(batch, batch.seq_lens, 1, **view)
+
+        return Drafter(runtime)
 
 
-def test_what_is_left_out_is_not_seen(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("topk", [1, 3])
+def test_what_is_left_out_is_not_seen(tiny_model: Path, topk: int) -> None:
     """A view of everything drafts what the target takes, a view of nothing does not."""
     lengths = []
     for window in (96, 0):
-        views = Views(window=window, sinks=1 if window else 0)
-
-        @hookimpl
-        def create_worker(self: Any, runtime: Runtime) -> Any:
-            return runtime.target_layers(0, 2)
-
-        @hookimpl
-        def propose(
-            self: Any,
-            runtime: Runtime,
-            batch: Batch,
-            draft_input: DraftInput,
-            views: Views = views,
-        ) -> Draft:
-            return Draft.chain(views.chain(runtime, batch, draft_input.bonus_tokens, 3))
-
-        monkeypatch.setattr(EarlyExit, "create_worker", create_worker)
-        monkeypatch.setattr(EarlyExit, "propose", propose)
-        with LLM(tiny_model, dtype="float64", speculative_algorithm=EarlyExit()) as llm:
+        part = SeesPart(window=window, sinks=1 if window else 0)
+        with LLM(
+            tiny_model,
+            dtype="float64",
+            speculative_algorithm=part,
+            speculative_eagle_topk=topk,
+            speculative_num_draft_tokens=4 if topk == 1 else 22,
+        ) as llm:
             llm.generate(PROMPTS, SamplingParams(max_tokens=25))
             lengths.append(llm.stats()["mean_accept_length"])
     assert lengths[0] > 3.9  # the last step has fewer to give

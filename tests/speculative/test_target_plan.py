@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from specplug.errors import PluginError
 from specplug.kernels.attention_form import AttentionForm
 from specplug.kernels.paged_attention_kernels import PagedAttention
 from specplug.speculative.paged_plan import LentPlan, PagedKVCache, PagedPlan, RequestSlots
@@ -31,26 +32,24 @@ def slots_of(kernels: PagedAttention | None) -> RequestSlots:
 
 
 def plan_of(requests: RequestSlots, offset: int, width: int, *, view: bool = True) -> TargetPlan:
-    rows = torch.tensor([2, 1, 3], device=DEVICE)
-    starts = torch.tensor(LENGTHS, device=DEVICE)
-    pages = torch.tensor([[-1, 2, 5], [-1, -1, 0], [-1, -1, -1]], device=DEVICE)
-    own, places, first, given = requests, rows, starts, None
-    if view:
-        own, first = view_of(requests, rows, starts, pages, SHAPE)
-        places = torch.arange(3, device=DEVICE)
-        given = starts.unsqueeze(1) + torch.arange(offset, offset + width, device=DEVICE)
-    return TargetPlan(
-        requests=own,
-        req_indices=places,
-        starts=first,
-        width=width,
-        length=own.slots.shape[1],
+    return TargetPlan.of(
+        requests,
+        torch.tensor([2, 1, 3], device=DEVICE),
+        torch.tensor(LENGTHS, device=DEVICE),
+        width,
+        length=CONTEXT,
         offset=offset,
-        given_positions=given,
-        request_rows=rows,
         room=ROOM,
-        is_view=view,
+        view=SHAPE if view else None,
+        pages=torch.tensor([[-1, 2, 5], [-1, -1, 0], [-1, -1, -1]], device=DEVICE),
     )
+
+
+def tree_of(requests: RequestSlots, *, view: bool = True) -> TargetPlan:
+    """The second level of a tree: a root, two nodes below it, then one below each of these."""
+    mask = torch.tensor([[[1, 1, 0, 1, 0], [1, 0, 1, 0, 1]]], dtype=torch.bool, device=DEVICE)
+    positions = torch.tensor(LENGTHS, device=DEVICE).unsqueeze(1).expand(-1, 2) + 2
+    return plan_of(requests, 0, 1, view=view).rows_at(2, 3, positions, mask)
 
 
 def caches() -> PagedKVCache:
@@ -82,6 +81,52 @@ def test_kernels_attend_as_torch_does(
         assert torch.equal(one, other)
     wanted = [n + offset + i for n in LENGTHS for i in range(width)]
     assert found[0][2].tolist() == wanted
+
+
+@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("window", [None, 2, 3, 90])
+def test_rows_of_a_tree_see_their_own_path(view: bool, window: int | None) -> None:
+    """As a chain of the same keys sees them: by torch and by the kernels."""
+    form = AttentionForm(0.25, window)
+    for kernels in (PagedAttention(DEVICE, 1 << 20), None):
+        requests, cache = slots_of(kernels), caches()
+        q, k, v = rows_of(6)
+        out = tree_of(requests, view=view).attend(cache, 0, q, k, v, form).view(3, 2, -1)
+        for row, path in enumerate(((0, 1, 3), (0, 2, 4))):  # each path's keys, moved into a chain
+            moved = PagedKVCache([cache.keys[0].clone()], [cache.values[0].clone()])
+            chain, every = plan_of(requests, 0, 3, view=view), plan_of(requests, 0, 5, view=view)
+            to, of = chain.slots.view(3, 3), every.slots.view(3, 5)[:, list(path)]
+            for kept in (moved.keys[0], moved.values[0]):
+                kept[to] = kept[of].clone()
+            last = plan_of(requests, 2, 1, view=view)
+            alone = last.attend_written(moved, 0, q.view(3, 2, 4, 16)[:, row].contiguous(), form)
+            torch.testing.assert_close(out[:, row], alone, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("view", [True, False])
+def test_a_tree_is_remade_with_its_mask(view: bool) -> None:
+    plan = tree_of(slots_of(None), view=view)
+    given = BatchPadding(pads=True)(LentTargetPlan(plan))
+    assert given is not None
+    inputs = given.inputs()
+    inputs.fill(given)
+    (made,) = inputs.arguments(given)
+    assert made._plan.slots.tolist() == [*plan.slots.tolist(), 0, 0]
+    assert made._plan.positions[:6].tolist() == plan.positions.tolist()
+    assert plan.mask is not None
+    assert torch.equal(made._plan.mask[0], plan.mask[0])
+    with pytest.raises(PluginError, match="its rows have a mask"):
+        made.next()
+
+
+@pytest.mark.parametrize(
+    ("width", "offset", "told"),
+    [(5, 1, "rows: width 5 at offset 1"), (1, -1, "rows: offset -1"), (0, 0, "rows: width 0")],
+)
+def test_rows_outside_the_room_of_a_plan_are_refused(width: int, offset: int, told: str) -> None:
+    plan = LentTargetPlan(plan_of(slots_of(None), 0, 1))
+    with pytest.raises(PluginError, match=told):
+        plan.rows(width, offset=offset)
 
 
 @pytest.mark.parametrize("view", [True, False])

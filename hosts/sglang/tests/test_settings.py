@@ -98,7 +98,6 @@ def test_mixed_chunks_are_turned_off():
             {"disable_overlap_schedule": True},
             "SYNC cannot begin in the middle of a prompt; start SGLang with --disable-radix-cache",
         ),
-        ("SPARSE_SELF", {"speculative_eagle_topk": 4}, "SPARSE_SELF drafts chains only"),
         ("SPARSE_SELF", {}, "SPARSE_SELF drafts with the target's own layers, and SGLang"),
         ("EAGLE3", {"speculative_num_steps": 0}, "num_steps"),
     ],

@@ -10,18 +10,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specplug import AlgorithmInfo, Capabilities, Defaults, SpecConfig, hookimpl
+from specplug import (
+    AlgorithmInfo,
+    Capabilities,
+    Defaults,
+    DraftModelAlgorithm,
+    SpecConfig,
+    hookimpl,
+)
 from specplug_sparse_self.config import SparseSelfSettings
 from specplug_sparse_self.view import View
 
 if TYPE_CHECKING:
-    from specplug import Batch, CommittedOutput, Draft, DraftInput, Runtime
+    from specplug import Runtime
     from specplug_sparse_self.worker import SparseSelfWorker
 
 __all__ = ["SparseSelf", "View", "algorithm"]
 
 
-class SparseSelf:
+class SparseSelf(DraftModelAlgorithm):
     """The hooks of ``SPARSE_SELF``, which call a ``SparseSelfWorker``.
 
     Args:
@@ -39,7 +46,9 @@ class SparseSelf:
             name="SPARSE_SELF",
             summary="The target itself over a part of its context; for long ones; no draft model",
             api_version=1,
-            capabilities=Capabilities(captures={"layer_inputs"}, target_drafts=True),
+            capabilities=Capabilities(
+                branching=True, captures={"layer_inputs"}, target_drafts=True
+            ),
             defaults=Defaults(num_steps=4, topk=1, num_draft_tokens=5),
             paper="https://arxiv.org/abs/2602.07223",
             settings=SparseSelfSettings,
@@ -47,8 +56,8 @@ class SparseSelf:
 
     @hookimpl
     def validate_config(self, config: SpecConfig) -> SpecConfig:
-        """Limit the draft to a chain of ``num_steps`` tokens."""
-        return config.fit_feature_draft()
+        """Fit a chain, or a tree (``topk`` greater than 1)."""
+        return config.fit_target_draft()
 
     @hookimpl
     def create_worker(self, runtime: Runtime) -> SparseSelfWorker:
@@ -57,23 +66,6 @@ class SparseSelf:
         settings: SparseSelfSettings = runtime.config.settings
         view = self._view or settings.view(runtime.context_len)
         return SparseSelfWorker(runtime, view, self._watched)
-
-    @hookimpl
-    def build_draft_input(
-        self, runtime: Runtime, batch: Batch, target_output: CommittedOutput
-    ) -> DraftInput:
-        worker: SparseSelfWorker = runtime.worker
-        return worker.choose(batch, target_output)
-
-    @hookimpl
-    def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
-        worker: SparseSelfWorker = runtime.worker
-        return worker.propose(batch, draft_input)
-
-    @hookimpl
-    def supports_target_verify_for_draft(self) -> bool:
-        """Return True: the target's drafts are recorded, a whole chain at once."""
-        return True
 
 
 algorithm = SparseSelf()

@@ -1,4 +1,4 @@
-"""The drafter: it chooses the pages that drafts see, and drafts chains with the target."""
+"""The drafter: it chooses the pages that drafts see, and drafts with the target."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from specplug import (
     DraftInput,
     Runtime,
     StateTensor,
-    couple,
-    likeliest_tokens,
+    TargetDrafter,
+    TargetPlan,
 )
 from specplug_sparse_self.view import View
 
@@ -22,8 +22,8 @@ PAGES = "pages"
 """The state between steps: the chosen pages, counted from 1; 0 is none."""
 
 
-class SparseSelfWorker:
-    """Drafts with the target over a part of its context.
+class SparseSelfWorker(TargetDrafter):
+    """Drafts chains and trees with the target over a part of its context.
 
     Args:
         runtime: the run's.
@@ -32,15 +32,13 @@ class SparseSelfWorker:
 
     Attributes:
         view: as given.
-        width: nodes of a draft, its root included.
     """
 
     def __init__(
         self, runtime: Runtime, view: View, watched: tuple[int, ...] | None = None
     ) -> None:
-        self._runtime = runtime
+        super().__init__(runtime)
         self.view = view
-        self.width = runtime.config.num_draft_tokens
         if watched is None:
             watched = tuple(sorted({runtime.num_layers // 2, runtime.num_layers * 3 // 4}))
         self._watched = [
@@ -48,9 +46,6 @@ class SparseSelfWorker:
             for layer in (watched if view.pages else ())
         ]
         self._inputs = runtime.capture_layer_inputs(watched) if self._watched else None
-        self._layers = runtime.target_layers(0, runtime.num_layers)
-        self._token_ids = torch.arange(runtime.vocab_size, device=runtime.device)
-        self._draft = runtime.record_draft(self._chains)
 
     def state_spec(self) -> dict[str, StateTensor]:
         """Declare the chosen pages."""
@@ -58,7 +53,7 @@ class SparseSelfWorker:
 
     # What drafts see
 
-    def choose(self, batch: Batch, output: CommittedOutput) -> DraftInput:
+    def extend(self, batch: Batch, output: CommittedOutput) -> DraftInput:
         """Choose the pages to which the last committed row attends most.
 
         Its queries in the watched layers are computed again. All keys of these layers are read for
@@ -99,33 +94,21 @@ class SparseSelfWorker:
     # Drafting
 
     def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
-        """Draft a chain for each request; the roots alone where drafts would see whole contexts,
-        and so cost what plain decoding costs."""
-        roots = draft_input.bonus_tokens
-        width = min(self.width, max(batch.max_draft_nodes))
-        if width == 1 or not (batch.is_warm_up or self._is_long(batch)):
-            return Draft.chain(roots.unsqueeze(1))
-        tokens, scores = self._draft(batch, roots, draft_input[PAGES], width - 1)
-        return Draft.chain(tokens, scores=scores)
+        """Draft for each request; the roots alone where drafts would see whole contexts, and so
+        cost what plain decoding costs."""
+        if not (batch.is_warm_up or self._is_long(batch)):
+            return Draft.chain(draft_input.bonus_tokens.unsqueeze(1))
+        return super().propose(batch, draft_input)
 
     def _is_long(self, batch: Batch) -> bool:
         """Return whether some request has more tokens than drafts see, as far as the host knows."""
         return any(len(request.token_ids) > self.view.tokens for request in batch.requests)
 
-    def _chains(
-        self, batch: Batch, roots: Tensor, pages: Tensor, steps: int
-    ) -> tuple[Tensor, Tensor]:
-        """Draft chains of so many tokens.
-
-        Args:
-            roots: [bs] int64.
-            pages: [bs, P] int64, counted from 1.
-
-        Returns:
-            Tokens [bs, steps + 1] int64, the roots first, and their scores, float32.
-        """
-        runtime, view = self._runtime, self.view
-        plan = runtime.plan_target(
+    def plan(self, batch: Batch, *state: Tensor) -> TargetPlan:
+        """Plan the roots over the part that is seen; the state: [bs, P] int64, the chosen pages."""
+        (pages,) = state
+        view = self.view
+        return self.runtime.plan_target(
             batch,
             batch.seq_lens,
             1,
@@ -134,16 +117,3 @@ class SparseSelfWorker:
             pages=pages - 1,
             page_size=view.page_size,
         )
-        tokens, scores = [roots], [torch.zeros_like(roots, dtype=torch.float32)]
-        for step in range(1, steps + 1):
-            hidden = self._layers(runtime.embed_tokens(tokens[-1]), plan)
-            logits = runtime.lm_head(runtime.final_norm(hidden))
-            if not batch.greedy:
-                positions = (batch.seq_lens + step).unsqueeze(1)
-                logits = couple(runtime, batch, logits, positions, self._token_ids)
-            token, score = likeliest_tokens(logits)
-            tokens.append(token)
-            scores.append(score.float())
-            if step < steps:
-                plan = plan.next()
-        return torch.stack(tokens, 1), torch.stack(scores, 1)

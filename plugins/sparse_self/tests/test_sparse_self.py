@@ -43,6 +43,9 @@ def expected(target: Path, prompts: list[list[int]]) -> Tokens:
     return plain_tokens(target, prompts)
 
 
+TREE = {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 9}
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(
     "view", [SMALL, View(0, 1, 0, 1), View(3, 0, 5, 1), View(2, 20, 2, 16)], ids=str
@@ -54,6 +57,9 @@ def expected(target: Path, prompts: list[list[int]]) -> Tokens:
         (16, 8, None, {"enable_mixed_chunk": True}),
         (1, None, 90, {}),
         (3, None, None, {"disaggregation": "both"}),
+        (1, None, 90, TREE),
+        (16, 8, None, {"enable_mixed_chunk": True, **TREE}),
+        (3, None, None, {"disaggregation": "both", **TREE}),
     ],
 )
 def test_tokens_are_those_of_none(
@@ -97,6 +103,24 @@ def test_view_of_all_drafts_what_the_target_takes(
     ) as llm:
         llm.generate(prompts, SamplingParams(max_tokens=25))
         assert llm.stats()["mean_accept_length"] == 4
+
+
+def test_trees_take_more_of_what_is_drafted_than_chains(
+    target: Path, prompts: list[list[int]]
+) -> None:
+    """Over a part of the context, where the likeliest draft is not always right."""
+    lengths = []
+    for tree in ({}, TREE):
+        with LLM(
+            target,
+            dtype="float64",
+            speculative_algorithm=SparseSelf(SMALL),
+            speculative_num_steps=3,
+            **tree,
+        ) as llm:
+            llm.generate(prompts, SamplingParams(max_tokens=25))
+            lengths.append(llm.stats()["mean_accept_length"])
+    assert lengths[1] > lengths[0]
 
 
 def test_contexts_that_are_seen_whole_are_not_drafted(
@@ -146,9 +170,14 @@ def test_pages_follow_the_attention_of_watched_layers(
     torch.testing.assert_close(seen[0][0, : len(pages)], pages, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("tree", [{}, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("pads", [True, False])
 def test_recorded_drafts_are_those_that_are_not(
-    target: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, pads: bool
+    target: Path,
+    prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    pads: bool,
+    tree: dict[str, Any],
 ) -> None:
     """Of three requests, padded to four, then of fewer."""
     proposed: list[list[list[int]]] = []
@@ -175,7 +204,9 @@ def test_recorded_drafts_are_those_that_are_not(
         with monkeypatch.context() as patch:
             if records:
                 patch.setattr(EngineRuntime, "draft_pass", draft_pass)
-            with LLM(target, dtype="float64", speculative_algorithm=SparseSelf(SMALL)) as llm:
+            with LLM(
+                target, dtype="float64", speculative_algorithm=SparseSelf(SMALL), **tree
+            ) as llm:
                 tokens = [
                     output.token_ids
                     for each in (params, [sampled, *params[1:]])
