@@ -18,8 +18,7 @@ from specplug import (
 from specplug.speculative.graph_recorder import GraphRecorder
 from specplug.speculative.graph_runner import GraphRunner, PassRunner
 from specplug.speculative.host_kernels import DraftKernels, join_rows
-from specplug.speculative.padding import Padding
-from specplug.speculative.paged_plan import LentPlan, PagedPlan, RequestSlots
+from specplug.speculative.paged_plan import LentPlan, RequestSlots
 from specplug.speculative.pass_arguments import BatchPadding
 from specplug.speculative.runtime import RankInfo
 from specplug.speculative.runtime_base import RuntimeBase
@@ -158,21 +157,12 @@ class VllmRuntime(RuntimeBase):
         positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> LentPlan:
-        width, padding = Padding.between(width, self.device)
         if self._table is None:
             raise PluginError("plan_attention: there is no draft cache; allocate_kv() makes one")
-        plan = PagedPlan(
-            requests=self._slots,
-            req_indices=batch.req_indices,
-            starts=starts,
-            width=width,
-            length=min(self._max_slots, self._table.slots.shape[1]),
-            offset=offset,
-            given_positions=positions,
-            mask=mask,
-            padding=padding,
+        length = min(self._max_slots, self._table.slots.shape[1])
+        return LentPlan.of(
+            self._slots, length, batch.req_indices, starts, width, offset, positions, mask
         )
-        return LentPlan(plan)
 
     def temperatures(self, batch: Batch) -> Tensor:
         if self.sampling is None:
