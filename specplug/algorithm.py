@@ -26,6 +26,9 @@ from specplug.settings import settings_of
 API_VERSION = 1
 """Version of the hook contract (``specplug.hookspecs``). It grows when a hook changes meaning."""
 
+OLDEST_API_VERSION = 1
+"""The oldest version whose plugins still run, with a warning. CONTRIBUTING.md says how it moves."""
+
 DEFAULT_MODEL = "tiny-code"
 """Name of the model that ships with specplug; plugins key their shipped weights by it."""
 

@@ -14,7 +14,7 @@ import attrs
 import pluggy
 
 from specplug import hookspecs
-from specplug.algorithm import API_VERSION, AlgorithmInfo
+from specplug.algorithm import API_VERSION, OLDEST_API_VERSION, AlgorithmInfo
 from specplug.errors import Message
 
 _NOT_THE_PLUGINS = {
@@ -117,7 +117,7 @@ def examine_algorithm(
     if mistaken := _class_problem(plugin, subject):
         return None, mistaken
     info, described = _description(plugin, subject, name)
-    if info is not None and info.api_version != API_VERSION:
+    if info is not None and not _takes_api(info.api_version):
         return info, described  # findings by our contract would mislead
     return info, [*_hook_problems(plugin, subject, hookspecs.REQUIRED), *described]
 
@@ -323,18 +323,37 @@ def _description(
     return info, list(_declaration_problems(info, subject, name))
 
 
+def _takes_api(version: object) -> bool:
+    """Return whether plugins of this API version run."""
+    return isinstance(version, int) and OLDEST_API_VERSION <= version <= API_VERSION
+
+
+def outdated(info: AlgorithmInfo, subject: str) -> str | None:
+    """Return a line about a plugin that runs, though it was built for an older API version; None
+    if it was not."""
+    if not _takes_api(info.api_version) or info.api_version == API_VERSION:
+        return None
+    return (
+        f"{subject} was built for API version {info.api_version}, which a later specplug will not "
+        f"take; expected {API_VERSION}; upgrade the plugin (pip install --upgrade …)"
+    )
+
+
 def _shortened(value: object) -> str:
     said = " ".join(repr(value).split())
     return f"{type(value).__name__} {said[:57] + '…' if len(said) > 60 else said}"
 
 
 def _declaration_problems(info: AlgorithmInfo, subject: str, name: str | None) -> Iterator[Problem]:
-    if info.api_version != API_VERSION:
-        newer = isinstance(info.api_version, int) and info.api_version > API_VERSION
+    if not _takes_api(info.api_version):
+        oldest, newest = OLDEST_API_VERSION, API_VERSION
+        newer = isinstance(info.api_version, int) and info.api_version > newest
         yield Problem(
             subject,
             f"it was built for API version {info.api_version!r}",
-            f"API version {API_VERSION}, which this specplug has",
+            f"API version {newest}, which this specplug has"
+            if oldest == newest
+            else f"API version {oldest} to {newest}, which this specplug takes",
             f"upgrade {'specplug' if newer else 'the plugin'} (pip install --upgrade …)",
         )
     if name is not None and info.name != name:

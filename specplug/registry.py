@@ -26,6 +26,7 @@ from specplug.contract import (
     examine_extension,
     let_ctrl_c_pass,
     nearest,
+    outdated,
     plugin_traceback,
 )
 from specplug.entries import (
@@ -201,6 +202,7 @@ class Registry:
         examined = self.examine(entry)
         if examined.entry.problems or examined.info is None:
             raise _plugin_error(examined.entry.problems)
+        _warn_if_outdated(examined.info, entry.subject)
         return SelectedAlgorithm(entry.name, examined.plugin, examined.info, examined.entry)
 
     def host(self, name: str) -> HostPlugin:
@@ -356,8 +358,15 @@ def _select_object(plugin: object) -> SelectedAlgorithm:
     info, problems = examine_algorithm(plugin, entry.subject, None)
     if problems or info is None:
         raise _plugin_error(problems)
+    _warn_if_outdated(info, entry.subject)
     entry = attrs.evolve(entry, name=info.name, summary=info.summary)
     return SelectedAlgorithm(info.name, plugin, info, entry)
+
+
+def _warn_if_outdated(info: AlgorithmInfo, subject: str) -> None:
+    line = outdated(info, subject)
+    if line is not None:
+        warnings.warn(line, PluginWarning, stacklevel=3)
 
 
 def _extension_of(plugin: object) -> Extension:

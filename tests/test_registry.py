@@ -10,9 +10,20 @@ import warnings
 import pytest
 from importlib_metadata import EntryPoint
 
-from specplug import AlgorithmInfo, PluginError, UnknownAlgorithm, entries, hookimpl
+from specplug import (
+    LLM,
+    AlgorithmInfo,
+    PluginError,
+    SamplingParams,
+    UnknownAlgorithm,
+    contract,
+    entries,
+    hookimpl,
+    hookspecs,
+)
 from specplug.contract import HOOKS, implemented_hooks
 from specplug.registry import PluginWarning, Registry, build_plugin_manager
+from specplug.speculative import plain
 
 BROKEN = "algorithm BROKEN (specplug-broken 1.0, specplug_broken:algorithm): "
 
@@ -169,6 +180,73 @@ def test_each_way_to_be_wrong_is_told(case, plugin_folder):
     assert status("BROKEN") == "installed"  # only importing it can tell
     assert check() == BROKEN + message
     assert Registry().select("SOUND").info.name == "SOUND"
+
+
+OLD = """
+import specplug
+
+class Old:
+    @specplug.hookimpl
+    def describe(self):
+        return specplug.AlgorithmInfo(name="OLD", summary="Repeats the root", api_version=2)
+
+    @specplug.hookimpl
+    def create_worker(self):
+        return self
+
+    @specplug.hookimpl
+    def build_draft_input(self, target_output):
+        return specplug.DraftInput(bonus_tokens=target_output.bonus_tokens)
+
+    @specplug.hookimpl
+    def propose(self, draft_input):
+        return specplug.Draft.chain(draft_input.bonus_tokens.unsqueeze(1).expand(-1, 2).clone())
+
+algorithm = Old()
+"""
+"""Its hooks take what its version had: fewer arguments than they have now, say."""
+
+
+@pytest.fixture
+def newer_core(monkeypatch):
+    """This core as it will be two API versions later, when it takes the two last ones."""
+    for module in (contract, plain):
+        monkeypatch.setattr(module, "API_VERSION", 3)
+    monkeypatch.setattr(contract, "OLDEST_API_VERSION", 2)
+
+
+def test_plugin_of_an_older_api_runs_with_a_warning(plugin_folder, newer_core, tiny_model):
+    plugin_folder.write("OLD", code=OLD)
+    told = (
+        "^algorithm OLD .* was built for API version 2, which a later specplug will not take; "
+        "expected 3; upgrade the plugin"
+    )
+    with (
+        pytest.warns(PluginWarning, match=told),
+        LLM(tiny_model, speculative_algorithm="OLD") as llm,
+    ):
+        found = llm.generate([[3, 4, 5]], SamplingParams(max_tokens=5))[0].token_ids
+        assert llm.stats()["drafted"] > 0
+    with LLM(tiny_model, speculative_algorithm="NONE") as llm:
+        assert llm.generate([[3, 4, 5]], SamplingParams(max_tokens=5))[0].token_ids == found
+
+
+@pytest.mark.parametrize(("version", "fix"), [(1, "upgrade the plugin"), (4, "upgrade specplug")])
+def test_plugin_outside_the_range_of_apis_is_refused(plugin_folder, newer_core, version, fix):
+    plugin_folder.write("BROKEN", ("api_version=1", f"api_version={version}"))
+    assert check() == (
+        f"{BROKEN}it was built for API version {version}; expected API version 2 to 3, which this "
+        f"specplug takes; {fix} (pip install --upgrade …)"
+    )
+
+
+def test_hook_that_is_on_its_way_out_is_told(plugin_folder, monkeypatch):
+    """As CONTRIBUTING.md says how: pluggy warns of whoever implements it."""
+    told = PluginWarning("propose() is called draft() from API version 2 on")
+    monkeypatch.setitem(hookspecs.propose.specplug_spec, "warn_on_impl", told)
+    plugin_folder.write("OLD")
+    with pytest.warns(PluginWarning, match="is called draft"):
+        build_plugin_manager(Registry().select("OLD"))
 
 
 def test_several_problems_are_all_told(plugin_folder):

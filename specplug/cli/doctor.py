@@ -20,7 +20,7 @@ from specplug.algorithm import API_VERSION
 from specplug.cli import COMMANDS
 from specplug.cli.options import ENGINE, GRAMMAR, SAMPLING, VERBOSE, GroupedCommand
 from specplug.cli.standard_output import print_table, reserve_standard_output
-from specplug.contract import Problem, error_line, let_ctrl_c_pass, plugin_traceback
+from specplug.contract import Problem, error_line, let_ctrl_c_pass, outdated, plugin_traceback
 from specplug.entries import (
     DISABLE,
     AlgorithmEntry,
@@ -134,6 +134,7 @@ class Visit:
         options: those that it adds to ``specplug generate``.
         engine: of a host, the installed versions of its engine, by distribution.
         runs: of a host, what its engine is called; or why no algorithm can run there.
+        outdated: of an algorithm that was built for an older API version, a line that says so.
     """
 
     entry: PluginEntry
@@ -143,6 +144,7 @@ class Visit:
     options: Sequence[str] = ()
     engine: Mapping[str, str | None] = attrs.field(factory=dict)
     runs: str = ""
+    outdated: str | None = None
 
     @property
     def broken(self) -> bool:
@@ -184,7 +186,9 @@ def _visit(registry: Registry, entry: AlgorithmEntry | ExtensionEntry | HostEntr
     if entry.disabled:
         return Visit(entry, source.file)
     if isinstance(entry, AlgorithmEntry):
-        return Visit(registry.examine(entry).entry, source.file, _heavy(entry))
+        found = registry.examine(entry)
+        old = None if found.info is None else outdated(found.info, entry.subject)
+        return Visit(found.entry, source.file, _heavy(entry), outdated=old)
     if isinstance(entry, HostEntry):
         return _visit_host(registry.examine(entry), source.file)
     examined = registry.examine(entry)
@@ -275,7 +279,8 @@ def _notes(registry: Registry, visits: Sequence[Visit]) -> list[str]:
         for name in visit.commands
         if name in COMMANDS
     ]
-    return [*unknown, *slow, *taken]
+    old = [visit.outdated for visit in visits if visit.outdated is not None]
+    return [*unknown, *slow, *taken, *old]
 
 
 def _kernels() -> tuple[Mapping[str, Any] | None, list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specplug.algorithm import AlgorithmInfo, Defaults
+from specplug.algorithm import API_VERSION, AlgorithmInfo, Defaults
 from specplug.hookspecs import hookimpl
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ class Plain:
         return AlgorithmInfo(
             name="NONE",
             summary="Plain decoding, one token a step: the baseline",
-            api_version=1,
+            api_version=API_VERSION,
             defaults=Defaults(num_steps=1, topk=1, num_draft_tokens=1),
         )
 

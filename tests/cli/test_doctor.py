@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from specplug import contract
+from specplug.cli import main
 from specplug.registry import Registry
 
 
@@ -71,6 +73,20 @@ def test_every_problem_of_every_plugin(plugin_folder, others):
     assert "    ZeroDivisionError: division by zero\n" in said
     assert "note: SPECPLUG_DISABLE names GHOST" in said
     assert "3 of " in said.splitlines()[-1]
+
+
+def test_plugin_of_an_older_api_is_noted(plugin_folder, others, monkeypatch, capfd):
+    plugin_folder.write("OLD")
+    monkeypatch.setattr(contract, "API_VERSION", 2)
+    monkeypatch.setenv("SPECPLUG_DISABLE", f"{others},NONE")
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor"])
+    said = " ".join(capfd.readouterr().out.split())
+    assert ended.value.code == 0
+    assert (
+        "algorithm OLD (specplug-old 1.0, specplug_old:algorithm) was built for API version 1"
+        in said
+    )
 
 
 def test_disabled_plugins_are_not_broken(plugin_folder, others):
