@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import runpy
 import tomllib
 from glob import glob
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+PYTHONS = "3.11", "3.12", "3.13"
 PROJECTS = [
     ROOT,
     *sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml")),
@@ -28,6 +31,26 @@ def package(project: Path) -> Path:
 def test_distribution_ships_the_license(project):
     assert settings(project)["project"]["license-files"] == ["LICENSE"]
     assert (project / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+
+
+@pytest.mark.parametrize("project", PROJECTS, ids=lambda path: path.name)
+def test_distribution_has_the_page_of_an_index(project):
+    own, core = (settings(folder)["project"] for folder in (project, ROOT))
+    assert own["classifiers"] == core["classifiers"]
+    assert own["requires-python"] == core["requires-python"]
+    assert (project / own["readme"]).read_text(encoding="utf-8").startswith(f"# {own['name']}\n")
+    pythons = [each.split()[-1] for each in own["classifiers"] if re.search(r"3\.\d+$", each)]
+    assert pythons == list(PYTHONS)
+
+
+def test_plugins_readmes_are_as_the_code_makes_them():
+    made = runpy.run_path(str(ROOT / "plugins" / "make_readmes.py"))
+    found = made["algorithms"]()
+    assert len(found) >= 9
+    for folder, info in found.items():
+        name = settings(folder)["project"]["name"]
+        text = (folder / "README.md").read_text(encoding="utf-8")
+        assert text == made["readme"](info, name), "python plugins/make_readmes.py"
 
 
 @pytest.mark.parametrize("project", PROJECTS, ids=lambda path: path.name)

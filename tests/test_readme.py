@@ -20,6 +20,8 @@ PAGES = [
     *sorted(ROOT.glob("benchmarks/**/*.md")),
     *sorted(ROOT.glob("examples/**/*.md")),
 ]
+INDEXED = sorted(ROOT.glob("plugins/*/README.md"))
+"""What a package index shows; the README's list has none of them."""
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#([^)]+))?\)")
 
@@ -34,12 +36,12 @@ class Block:
     code: str
 
     def __str__(self) -> str:
-        return f"{self.page.name}:{self.line}"
+        return f"{self.page.parent.name}/{self.page.name}:{self.line}"
 
 
 def blocks(language: str) -> list[Block]:
     found = []
-    for page in PAGES:
+    for page in (*PAGES, *INDEXED):
         text = page.read_text(encoding="utf-8")
         for fence in FENCE.finditer(text):
             line = text.count("\n", 0, fence.start()) + 2

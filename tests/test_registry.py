@@ -221,10 +221,9 @@ def test_plugin_of_an_older_api_runs_with_a_warning(plugin_folder, newer_core, t
         "^algorithm OLD .* was built for API version 2, which a later specplug will not take; "
         "expected 3; upgrade the plugin"
     )
-    with (
-        pytest.warns(PluginWarning, match=told),
-        LLM(tiny_model, speculative_algorithm="OLD") as llm,
-    ):
+    with pytest.warns(PluginWarning, match=told):
+        llm = LLM(tiny_model, speculative_algorithm="OLD")
+    with llm:
         found = llm.generate([[3, 4, 5]], SamplingParams(max_tokens=5))[0].token_ids
         assert llm.stats()["drafted"] > 0
     with LLM(tiny_model, speculative_algorithm="NONE") as llm:
