@@ -35,6 +35,7 @@ class ExtensionGuard:
     def __init__(self, plugins: PluginGuard, extension: Extension) -> None:
         self.extension = extension
         self._plugins = plugins
+        self._subject = extension.entry.subject  # put together once, not at each call
         for found in implementations(extension.plugin):
             options = dict(getattr(found.function, _OPTIONS))
             function = found.function
@@ -50,7 +51,7 @@ class ExtensionGuard:
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call the extension's code, as its own."""
         plugins = self._plugins
-        before, plugins.caller = plugins.caller, self.extension.entry.subject
+        before, plugins.caller = plugins.caller, self._subject
         device = default_device() if num_modes() else None
         try:
             return function(*arguments)
