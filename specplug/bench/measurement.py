@@ -72,11 +72,13 @@ class Observer:
     """Callbacks for the progress of a benchmark.
 
     Attributes:
+        begin: called with a description of what all variants do next, such as a round.
         say: called with a description of what comes next.
         advance: called with the number of prompts that are done, outside of timed code.
         waiting: called at each prompt's end, inside of timed code: it must cost nothing.
     """
 
+    begin: Callable[[str], None] = lambda text: None
     say: Callable[[str], None] = lambda text: None
     advance: Callable[[int], None] = lambda count: None
     waiting: Callable[[Any], None] | None = None
@@ -105,6 +107,8 @@ def measure(
     """
     with ExitStack() as stack:
         entrants = [Entrant(c, batch_size, params, open_engine) for c in variants]
+        where = f"batch {batch_size}"
+        observer.begin(f"{where}: loading {len(entrants)} algorithms")
         for entrant in entrants:
             observer.say(f"loading {entrant.label}")
             stack.callback(entrant.close)
@@ -119,6 +123,7 @@ def measure(
             entrant.forget()
             observer.advance(len(deal.warm_up))
         for number, batches in enumerate(deal.rounds):
+            observer.begin(f"{where}: round {number + 1} of {len(deal.rounds)}")
             first = number % len(loaded)
             for entrant in loaded[first:] + loaded[:first]:
                 observer.say(f"round {number + 1} of {len(deal.rounds)}: {entrant.label}")

@@ -1,14 +1,15 @@
 """Plot a benchmark's report. matplotlib is imported with this module.
 
 An algorithm has the same colour and marker in all plots. The colours are Okabe and Ito's (without
-yellow and black) and an indigo, which are distinct for every colour vision. The parts of the time
-are tints of them, distinct by lightness alone.
+yellow and black), an indigo, and five more that were chosen to be as far from these as can be for
+every colour vision. The parts of a bar are tints of them, distinct by lightness alone.
 """
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +20,38 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from specplug.bench.summary import PARTS, Report, Summary, caption
+from specplug.bench.summary import ROUNDS_FOR_QUARTILES, Report, Summary, caption
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288")
-MARKERS = "osD^v<>p"
+COLORS = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288",
+    "#0000F0", "#780018", "#C0C078", "#A848F0", "#601848",
+)  # fmt: skip
+MARKERS = "osD^v<>pPXh*"
 BASELINE_COLOR = "#6E6E6E"
-TINTS = {"draft": 1.0, "verify": 0.55, "prefill": 0.3, "other": 0.12}
+TINTS = {
+    "propose": 1.0,
+    "target": 0.5,
+    "verify": 0.32,
+    "extend": 0.8,
+    "prefill": 0.22,
+    "other": 0.1,
+}
 """The share of the algorithm's colour in each part's tint; the rest is white."""
+NODE_TINTS = {"accepted": 1.0, "wasted": 0.45, "cut": 0.15}
+"""The same of the nodes of a step."""
 
 DRAFTS = "S draft steps, K branches kept a step (topk), N tokens verified a step"
 POSITIONS = (
     "position 1 follows the last token that is sure; a position is accepted with all before it; "
-    "drafts that end earlier do not count"
+    "the larger a mark, the more drafts reach its position: where few do, they are the sure ones"
+)
+NODES = (
+    "accepted: the accept length, bonus token included; wasted: verified and not accepted; cut: "
+    "drafted and not verified"
 )
 SPLIT = (
-    "draft: proposing, feeding the draft model; verify: the target's forward, acceptance; prefill: "
-    "reading the prompts; other: scheduling, detokenizing, waiting"
+    "propose: the draft; target: its forward; verify: acceptance; extend: the draft model reads "
+    "what was accepted; prefill: reading the prompts; other: scheduling, detokenizing, waiting"
 )
 
 RELIABILITY = (
@@ -77,6 +94,8 @@ def save(report: Report, folder: Path) -> list[str]:
     unknown = set() if report.knows_parts else {draw_time_split}
     if not any(summary.reliability for summary in report.summaries):
         unknown.add(draw_reliability)
+    if not any(s.drafted and s.verified_nodes is not None for s in report.summaries):
+        unknown.add(draw_nodes)
     names = [name for name in PLOTS if PLOTS[name] not in unknown]
     for name in names:
         with rc_context(STYLE):
@@ -87,18 +106,20 @@ def save(report: Report, folder: Path) -> list[str]:
 def draw_speed_up(report: Report) -> Figure:
     """Draw a bar for each variant and batch size: its speed-up, with tokens per second."""
     figure, panels = _rows(report, "How much faster than plain decoding", sharex=True)
-    most = max(summary.speed_up.high for summary in report.summaries)
+    rounds = report.settings["rounds"]
+    quartiles = rounds >= ROUNDS_FOR_QUARTILES
+    most = max(summary.speed_up.greatest for summary in report.summaries)
     for axes, size in zip(panels, report.batch_sizes, strict=True):
         summaries = _ordered(report, size)
         for y, summary in enumerate(summaries):
             ratio, rate = summary.speed_up, summary.tokens_per_second.median
             axes.barh(y, ratio.median, height=0.62, color=_color(report, summary))
             reach = ratio.median
-            if ratio.high > ratio.low:
-                axes.hlines(y, ratio.low, ratio.high, color=INK, linewidth=1.4)
-                ends = [ratio.low, ratio.high]
-                axes.plot(ends, [y, y], "|", color=INK, markersize=7, markeredgewidth=1.4)
-                reach = max(reach, ratio.high)
+            low, high = ratio.within(quartiles)
+            if high > low:
+                axes.hlines(y, low, high, color=INK, linewidth=1.4)
+                axes.plot([low, high], [y, y], "|", color=INK, markersize=7, markeredgewidth=1.4)
+                reach = max(reach, high)
             value = f"{ratio.median:.2f}×"
             said = axes.annotate(
                 value, (reach, y), (6, 0), textcoords="offset points", va="center", weight="bold",
@@ -112,8 +133,8 @@ def draw_speed_up(report: Report) -> Figure:
         axes.set_xlim(0, most * 1.36)
         axes.grid(axis="x")
         _name_rows(axes, summaries)
-    rounds = report.settings["rounds"]
-    spread = ", whiskers: the middle half" if rounds > 1 else ""
+    whiskers = "the middle half" if quartiles else "the slowest and the fastest"
+    spread = f", whiskers: {whiskers}" if rounds > 1 else ""
     panels[-1].set_xlabel(
         f"speed-up over NONE, median of {rounds} rounds (1 = plain decoding{spread})"
     )
@@ -154,13 +175,19 @@ def draw_time_split(report: Report) -> Figure:
         _name_rows(axes, summaries)
     clock = ", by the host's clock" if report.machine["gpu"] else ""
     panels[-1].set_xlabel(f"wall time an output token, all prompts of a batch together (ms{clock})")
-    grey = to_rgb("#3C3C3C")
-    handles = [Patch(facecolor=_tint(grey, TINTS[part]), label=part) for part in PARTS]
-    handles[-1].set_edgecolor("#BBBBBB")
-    panels[0].legend(
-        handles=handles, ncols=len(PARTS), loc="lower right", bbox_to_anchor=(1, 1.0), borderpad=0
-    )
+    _name_tints(panels[0], TINTS)
     return figure
+
+
+def _name_tints(axes: Axes, tints: Mapping[str, float]) -> None:
+    """Label the parts of bars above the first panel."""
+    grey = to_rgb("#3C3C3C")
+    handles = [Patch(facecolor=_tint(grey, share), label=part) for part, share in tints.items()]
+    handles[-1].set_edgecolor("#BBBBBB")
+    axes.legend(
+        handles=handles, ncols=len(tints), loc="lower right", bbox_to_anchor=(1, 1.0), borderpad=0,
+        handlelength=1.2, columnspacing=1.1,
+    )  # fmt: skip
 
 
 def draw_acceptance(report: Report) -> Figure:
@@ -170,11 +197,16 @@ def draw_acceptance(report: Report) -> Figure:
         drafting = [summary for summary in report.of(size) if summary.drafted]
         for summary in drafting:
             positions = range(1, len(summary.drafted) + 1)
-            color = _color(report, summary)
-            marker = _marker(report, summary)
+            color, marker = _color(report, summary), _marker(report, summary)
             axes.plot(
-                positions, summary.acceptance, f"{marker}-", color=color, markersize=6.5,
-                markeredgecolor="white", linewidth=2, label=_name(report, summary), clip_on=False,
+                positions, summary.acceptance, "-", color=color, linewidth=1.6, marker=marker,
+                markersize=0, label=_name(report, summary), clip_on=False,
+            )  # fmt: skip
+            most = max(summary.drafted)
+            axes.scatter(
+                positions, summary.acceptance, [70 * each / most for each in summary.drafted],
+                color=color, marker=marker, edgecolor="white", linewidth=0.6, clip_on=False,
+                zorder=3,
             )  # fmt: skip
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.xaxis.set_tick_params(labelbottom=True)
@@ -185,6 +217,41 @@ def draw_acceptance(report: Report) -> Figure:
         axes.set_ylabel("accepted, of drafts that reach it")
     _name_lines(figure, panels)
     return figure
+
+
+def draw_nodes(report: Report) -> Figure:
+    """Draw a bar for each variant that drafts, and batch size: the nodes of a step."""
+    figure, panels = _rows(report, "What a step drafts, and what comes of it", NODES, sharex=True)
+    for axes, size in zip(panels, report.batch_sizes, strict=True):
+        summaries = _ordered(report, size)
+        for y, summary in enumerate(summaries):
+            left, base = 0.0, _color(report, summary)
+            for part, count in _nodes(summary).items():
+                color = _tint(base, NODE_TINTS[part])
+                axes.barh(y, count, left=left, height=0.62, color=color, edgecolor="white")
+                left += count
+            length = summary.mean_accept_length
+            said = "1 token" if length is None else f"{length:.2f} of {left:.2f}"
+            axes.annotate(
+                said, (left, y), (6, 0), textcoords="offset points", va="center", weight="bold",
+                bbox=PLATE,
+            )  # fmt: skip
+        axes.grid(axis="x")
+        _name_rows(axes, summaries)
+    most = max(sum(_nodes(summary).values()) for summary in report.summaries)
+    panels[-1].set_xlim(0, most * 1.22)
+    panels[-1].set_xlabel("nodes of a draft, mean of all verifications (the root included)")
+    _name_tints(panels[0], NODE_TINTS)
+    return figure
+
+
+def _nodes(summary: Summary) -> dict[str, float]:
+    """Return the nodes of a step by what comes of them."""
+    accepted, verified = summary.mean_accept_length, summary.verified_nodes
+    if accepted is None or verified is None:
+        return {"accepted": 1.0}
+    drafted = max(summary.proposed_nodes or 0.0, verified)
+    return {"accepted": accepted, "wasted": verified - accepted, "cut": drafted - verified}
 
 
 def draw_reliability(report: Report) -> Figure:
@@ -201,8 +268,9 @@ def draw_reliability(report: Report) -> Figure:
             accepted = [each.accepted / each.nodes for each in points]
             color = _color(report, summary)
             axes.plot(
-                predicted, accepted, "-", color=color, linewidth=1.2, label=_name(report, summary)
-            )
+                predicted, accepted, "-", color=color, linewidth=1.2, markersize=0,
+                marker=_marker(report, summary), label=_name(report, summary),
+            )  # fmt: skip
             areas = [60 * each.nodes / most for each in points]
             axes.scatter(
                 predicted, accepted, areas, color=color, marker=_marker(report, summary),
@@ -222,6 +290,7 @@ def draw_reliability(report: Report) -> Figure:
 PLOTS: dict[str, Callable[[Report], Figure]] = {
     "speedup.png": draw_speed_up,
     "acceptance.png": draw_acceptance,
+    "nodes.png": draw_nodes,
     "time_split.png": draw_time_split,
     "reliability.png": draw_reliability,
 }
@@ -263,7 +332,9 @@ def _squares(report: Report, title: str, *remarks: str) -> tuple[Figure, Sequenc
 def _name_lines(figure: Figure, panels: Sequence[Axes]) -> None:
     """Label the lines of variants beside the panels, each once."""
     lines = {line.get_label(): line for axes in panels for line in axes.get_lines()}
-    named = [line for label, line in lines.items() if not str(label).startswith("_")]
+    named = [copy(line) for label, line in lines.items() if not str(label).startswith("_")]
+    for line in named:  # on the axes marks have sizes of their own
+        line.set_markersize(6.5)
     if named:
         figure.legend(handles=named, loc="outside right upper", fontsize=9)
 

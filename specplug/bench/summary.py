@@ -13,10 +13,14 @@ import attrs
 
 from specplug.bench.measurement import Run, Series
 
-PARTS = ("draft", "verify", "prefill", "other")
+PARTS = ("propose", "target", "verify", "extend", "prefill", "other")
 """The parts of the wall time, which ``TimeSplit`` explains."""
 
-_ROUNDS_FOR_QUARTILES = 2
+ROUNDS_FOR_QUARTILES = 4
+"""The fewest rounds of which a half lies between the quartiles."""
+
+_STEP_PARTS = PARTS[:4]
+"""Those of decode steps, by the names that ``LLM.stats()`` has."""
 
 _TENTHS = 10
 """Columns of a reliability in a table."""
@@ -24,19 +28,26 @@ _TENTHS = 10
 
 @attrs.frozen(kw_only=True)
 class Spread:
-    """A figure over the rounds: its median and quartiles."""
+    """A figure over the rounds: its median and quartiles, its least and its greatest."""
 
     median: float
     low: float
     high: float
+    least: float
+    greatest: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
         """Compute them of at least one value."""
-        if len(values) < _ROUNDS_FOR_QUARTILES:
-            return cls(median=values[0], low=values[0], high=values[0])
-        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-        return cls(median=median, low=low, high=high)
+        pair = (
+            values if len(values) > 1 else [*values, *values]
+        )  # of one value it would compute nothing
+        low, median, high = statistics.quantiles(pair, n=4, method="inclusive")
+        return cls(median=median, low=low, high=high, least=min(values), greatest=max(values))
+
+    def within(self, quartiles: bool) -> tuple[float, float]:
+        """Return between what half of the values lie, or all."""
+        return (self.low, self.high) if quartiles else (self.least, self.greatest)
 
 
 @attrs.frozen(kw_only=True)
@@ -47,38 +58,48 @@ class TimeSplit:
     counts as ``other``.
 
     Attributes:
-        draft: of decode steps: propose and draft extend.
-        verify: of decode steps: the target's forward, and acceptance.
+        propose: of decode steps: the draft.
+        target: of decode steps: the target's forward over the nodes.
+        verify: of decode steps: what is accepted, and its compaction.
+        extend: of decode steps: the draft model reads what was accepted.
         prefill: the steps that read prompts, in the target and the draft model.
         other: scheduling, detokenizing, waiting.
     """
 
-    draft: float
+    propose: float
+    target: float
     verify: float
+    extend: float
     prefill: float
     other: float
 
     @classmethod
     def of(cls, runs: Iterable[Run]) -> TimeSplit:
         """Add up the times of runs."""
-        draft = verify = prefill = wall = 0.0
+        parts = dict.fromkeys(PARTS, 0.0)
+        wall = 0.0
         for run in runs:
             seconds = run.statistics["seconds"]
-            draft += seconds.get("propose", 0) + seconds.get("extend", 0)
-            verify += seconds.get("target", 0) + seconds.get("verify", 0)
-            prefill += run.statistics["prefill_seconds"]
+            for part in _STEP_PARTS:
+                parts[part] += seconds.get(part, 0.0)
+            parts["prefill"] += run.statistics["prefill_seconds"]
             wall += run.seconds
-        other = max(0.0, wall - draft - verify - prefill)
-        return cls(draft=draft, verify=verify, prefill=prefill, other=other)
+        parts["other"] = max(0.0, wall - sum(parts.values()))
+        return cls(**parts)
 
     @property
     def wall(self) -> float:
         """The whole time."""
-        return self.draft + self.verify + self.prefill + self.other
+        return sum(self.seconds().values())
+
+    def seconds(self) -> dict[str, float]:
+        """Return each part in seconds."""
+        return {part: getattr(self, part) for part in PARTS}
 
     def shares(self) -> dict[str, float]:
         """Return each part's share of the whole, from 0 to 1."""
-        return {part: getattr(self, part) / self.wall for part in PARTS}
+        wall = self.wall
+        return {part: seconds / wall for part, seconds in self.seconds().items()}
 
 
 @attrs.frozen
@@ -172,6 +193,13 @@ class Summary:
         known."""
         return self._per_verification("drafted")
 
+    @property
+    def wasted_nodes(self) -> float | None:
+        """Mean nodes of a draft that were verified and not accepted; None where that is not
+        known."""
+        verified, accepted = self.verified_nodes, self.mean_accept_length
+        return None if verified is None or accepted is None else verified - accepted
+
     @cached_property
     def reliability(self) -> dict[int, ScoredNodes]:
         """By the predicted percentage of being accepted, in ascending order, the nodes with scores;
@@ -211,8 +239,17 @@ class Summary:
 
     @property
     def acceptance(self) -> list[float]:
-        """The accepted share of drafts at position 1, 2, …, from 0 to 1."""
+        """Of the drafts that reached position 1, 2, … the share that was accepted there, from 0 to
+        1. An algorithm that drafts far only where it is sure has a high share far out: see
+        ``drafted`` for how many these are."""
         return [a / d for a, d in zip(self.accepted, self.drafted, strict=True)]
+
+    @property
+    def survival(self) -> list[float]:
+        """Of all verifications the share in which position 1, 2, … was accepted, from 0 to 1. Their
+        sum is the mean accept length without the bonus token."""
+        verifications = self._total("verifications")
+        return [accepted / verifications for accepted in self.accepted]
 
     @cached_property
     def time(self) -> TimeSplit:
@@ -255,6 +292,7 @@ class Summary:
             "mean_accept_length": self.mean_accept_length,
             "proposed_nodes": self.proposed_nodes,
             "verified_nodes": self.verified_nodes,
+            "wasted_nodes": self.wasted_nodes,
             "calibration_error": self.calibration_error,
             "reliability": {
                 str(percentage): attrs.asdict(each) for percentage, each in self.reliability.items()
@@ -263,7 +301,14 @@ class Summary:
             "drafted_by_position": self.drafted,
             "accepted_by_position": self.accepted,
             "undrafted": dict(self.undrafted),
-            "seconds": {"wall": self.time.wall, **attrs.asdict(self.time)},
+            "seconds": {
+                "wall": self.time.wall,
+                "draft": self.time.propose + self.time.extend,
+                "verify": self.time.target + self.time.verify,
+                "prefill": self.time.prefill,
+                "other": self.time.other,
+            },
+            "seconds_by_part": self.time.seconds(),
             "identical": not self.differences,
             "differences": [attrs.asdict(difference) for difference in self.differences],
             "config": {name: _plain(value) for name, value in config.items()},
@@ -379,7 +424,7 @@ class Table:
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    left: Sequence[str] = ("algorithm", "identical", "reliability")
+    left: Sequence[str] = ("algorithm", "identical", "reliability", "drafts")
 
     @property
     def right(self) -> list[str]:
@@ -389,54 +434,85 @@ class Table:
 
 def tables(report: Report) -> list[Table]:
     """Make the tables: speed, time by part if the engine knows it and, if anything was drafted,
-    acceptance by position, and what drafts were expected to bring."""
-    shape, rate = ("S", "K", "N"), ("tokens/s", "speed-up", "quartiles")
+    nodes of a step, acceptance by position, and how well scores foresaw it."""
+    spread = _spread_column(report)
+    shape, rate = ("S", "K", "N"), ("tokens/s", "speed-up", spread)
     speed = Table(
         ("algorithm", "batch", *shape, *rate, "accept length", "identical"),
-        [_speed(summary) for summary in report.summaries],
+        [_speed(summary, spread) for summary in report.summaries],
     )
     time = Table(
         ("algorithm", "batch", "ms/token", *PARTS),
         [_time(summary) for summary in report.summaries],
     )
+    nodes = Table(
+        ("algorithm", "batch", "drafted", "verified", "accepted", "wasted"),
+        [
+            _nodes(summary)
+            for summary in report.summaries
+            if summary.drafted and summary.verified_nodes is not None
+        ],
+    )
     depth = max((len(summary.drafted) for summary in report.summaries), default=0)
     acceptance = Table(
-        ("algorithm", "batch", *(f"pos {position}" for position in range(1, depth + 1))),
-        [_acceptance(summary, depth) for summary in report.summaries if summary.drafted],
+        ("algorithm", "batch", "drafts", *(f"pos {place}" for place in range(1, depth + 1))),
+        [
+            row
+            for summary in report.summaries
+            if summary.drafted
+            for row in _acceptance(summary, depth)
+        ],
     )
     scores = Table(
-        ("algorithm", "batch", "drafted", "verified", "accept length", "predicted", "accepted",
-         "error", "reliability"),
+        ("algorithm", "batch", "predicted", "accepted", "error", "reliability"),
         [_scores(summary) for summary in report.summaries if summary.scored.nodes],
-    )  # fmt: skip
-    drafts = [table for table in (acceptance, scores) if table.rows]
+    )
+    drafts = [table for table in (nodes, acceptance, scores) if table.rows]
     return [speed, *([time] if report.knows_parts else []), *drafts]
+
+
+def _spread_column(report: Report) -> str:
+    return "quartiles" if report.settings["rounds"] >= ROUNDS_FOR_QUARTILES else "range"
 
 
 def legend(report: Report) -> list[str]:
     """Explain the figures of the tables."""
     rounds = _count(report.settings["rounds"], "round")
-    gpu = " on a GPU waiting for it is other;" if report.machine["gpu"] else ""
-    parts = (
-        "draft, verify (both of decode steps), prefill, other: shares of wall time, by the host's "
-    )
-    parts += f"clock;{gpu} "
+    gpu = "; on a GPU waiting for it is other" if report.machine["gpu"] else ""
+    spread = {
+        "quartiles": "quartiles: half of the rounds lie between",
+        "range": "range: the slowest and the fastest round",
+    }[_spread_column(report)]
+    drafted = any(summary.drafted for summary in report.summaries)
     return [
         f"tokens/s and speed-up: medians of {rounds}, the speed-up against NONE in the same "
-        "round; quartiles: half of the rounds lie between",
+        f"round; {spread}",
         "S draft steps, K branches kept per step (topk), N tokens verified per step; "
         "accept length: tokens per verification, bonus token included",
-        f"{parts if report.knows_parts else ''}pos i: share of the drafts reaching position i in "
-        "which it was accepted",
+        *([_PARTS + gpu] if report.knows_parts else []),
+        *([_NODES, _ACCEPTANCE] if drafted else []),
         *([_SCORES] if any(summary.scored.nodes for summary in report.summaries) else []),
     ]
 
 
+_PARTS = (
+    "shares of wall time by the host's clock: propose (the draft), target (its forward), verify "
+    "(acceptance) and extend (the draft model reads what was accepted) of decode steps; prefill; "
+    "other"
+)
+_NODES = (
+    "nodes of a step, the root included: drafted; verified, which is what cuts left; accepted, the "
+    "accept length; wasted: verified and not accepted"
+)
+_ACCEPTANCE = (
+    "reach: drafts that reach position i; accepted: the share of them in which it was accepted "
+    "with all before it"
+)
 _SCORES = (
-    "drafted, verified: nodes of a draft, the root included, before and after cuts; predicted, "
-    "accepted: of all drafted nodes, the share expected to be accepted by their scores, and the "
-    "share that was; error: the expected calibration error; reliability: of nodes predicted at 0 "
-    "to 9 %, 10 to 19 % and so on, how many tenths were accepted (0123456789 is foreseen; . none)"
+    "predicted, accepted: of all drafted nodes, the share expected to be accepted by their scores, "
+    "and the share that was; error: the expected calibration error; reliability: of nodes "
+    "predicted at 0 to 9 %, 10 to 19 % and so on, how many tenths were accepted (0123456789 is "
+    "foreseen; . none)"
 )
 
 
@@ -487,18 +563,19 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _speed(summary: Summary) -> list[str]:
+def _speed(summary: Summary, spread: str) -> list[str]:
     config, ratio = summary.series.config, summary.speed_up
     length = summary.mean_accept_length
     names = "num_steps", "topk", "num_draft_tokens"
     plain = summary.series.variant.is_baseline
+    low, high = ratio.within(spread == "quartiles")
     return [
         summary.label,
         str(summary.batch_size),
         *("-" if plain else str(config[name]) for name in names),
         f"{summary.tokens_per_second.median:.1f}",
         f"{ratio.median:.2f}",
-        "-" if plain else f"{ratio.low:.2f} to {ratio.high:.2f}",
+        "-" if plain else f"{low:.2f} to {high:.2f}",
         "-" if length is None else f"{length:.2f}",
         "NO" if summary.differences else "yes",
     ]
@@ -512,13 +589,11 @@ def _time(summary: Summary) -> list[str]:
 
 
 def _scores(summary: Summary) -> list[str]:
-    scored, error, length = summary.scored, summary.calibration_error, summary.mean_accept_length
-    means = summary.proposed_nodes, summary.verified_nodes, length
+    scored, error = summary.scored, summary.calibration_error
     shares = (each / scored.nodes for each in (scored.predicted, scored.accepted))
     return [
         summary.label,
         str(summary.batch_size),
-        *("-" if mean is None else f"{mean:.2f}" for mean in means),
         *(f"{100 * share:.1f}%" for share in shares),
         f"{error:.3f}",
         _digits(summary.reliability),
@@ -536,7 +611,23 @@ def _digits(reliability: Mapping[int, ScoredNodes]) -> str:
     )
 
 
-def _acceptance(summary: Summary, depth: int) -> list[str]:
-    cells = [f"{100 * rate:.0f}%" for rate in summary.acceptance]
-    missing = ["-"] * (depth - len(cells))
-    return [summary.label, str(summary.batch_size), *cells, *missing]
+def _nodes(summary: Summary) -> list[str]:
+    means = (
+        summary.proposed_nodes,
+        summary.verified_nodes,
+        summary.mean_accept_length,
+        summary.wasted_nodes,
+    )
+    cells = ("-" if mean is None else f"{mean:.2f}" for mean in means)
+    return [summary.label, str(summary.batch_size), *cells]
+
+
+def _acceptance(summary: Summary, depth: int) -> list[list[str]]:
+    """Return two rows: how many drafts reach each position, and in how many it was accepted."""
+    reach = [str(count) for count in summary.drafted]
+    accepted = [f"{100 * rate:.0f}%" for rate in summary.acceptance]
+    missing = ["-"] * (depth - len(reach))
+    return [
+        [summary.label, str(summary.batch_size), "reach", *reach, *missing],
+        [summary.label, str(summary.batch_size), "accepted", *accepted, *missing],
+    ]

@@ -100,7 +100,8 @@ def test_two_of_one_algorithm_are_told_apart(figures):
 def test_axes_have_units_and_no_text_is_cut_off(figures, name):
     figure = figures[name]
     assert any(
-        word in figure.axes[-1].get_xlabel() for word in ("median", "(ms", "position", "(share")
+        word in figure.axes[-1].get_xlabel()
+        for word in ("median", "(ms", "position", "(share", "nodes")
     )
     assert "/model, float32, on a processor" in figure.get_supxlabel().replace("\n", " ")
     ticks = {label for axes in figure.axes for label in axes.get_xticklabels()}  # some not drawn
@@ -132,8 +133,31 @@ def test_parts_of_a_step_that_no_engine_knows_are_not_shown(make_series, make_re
         for run in series.runs:
             run.statistics.update(seconds={}, prefill_seconds=0.0)
     report = make_report(known)
-    expected = ["speedup.png", "acceptance.png", "reliability.png"]
+    expected = ["speedup.png", "acceptance.png", "nodes.png", "reliability.png"]
     assert save(report, tmp_path) == expected
     assert {file.name for file in tmp_path.iterdir()} == set(expected)
-    assert not any("draft" in table.columns for table in tables(report))
-    assert "draft, verify" not in " ".join(legend(report))
+    assert not any("propose" in table.columns for table in tables(report))
+    assert "propose" not in " ".join(legend(report))
+
+
+def test_marks_are_as_large_as_drafts_are_many(figures):
+    (sizes, *_) = [each.get_sizes() for each in figures["acceptance.png"].axes[0].collections]
+    assert list(sizes / sizes[0]) == pytest.approx([1.0, 0.8, 0.4])
+
+
+def test_nodes_of_a_step_add_up_to_what_was_drafted(figures, report):
+    axes = figures["nodes.png"].axes[0]
+    ends = [patch.get_x() + patch.get_width() for patch in axes.patches]
+    assert max(ends) == pytest.approx(report.summaries[1].proposed_nodes)
+    said = [text.get_text() for text in axes.texts]
+    assert "2.10 of 5.40" in said
+    assert "1.00 of 1.00" in said
+
+
+def test_ten_algorithms_have_ten_colours_and_marks(make_series, make_report):
+    names = [f"ALGORITHM_{letter}" for letter in "ABCDEFGHIJ"]
+    seconds = {"NONE": [4.0], **{name: [2.0] for name in names}}
+    drawn = PLOTS["acceptance.png"](make_report(make_series(",".join(names), seconds)))
+    lines = drawn.axes[0].get_lines()
+    assert len({rgb(line.get_color()) for line in lines}) == len(names)
+    assert len({line.get_marker() for line in lines}) == len(names)

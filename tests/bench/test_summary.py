@@ -25,9 +25,11 @@ SECONDS = {"NONE": [4.0, 8.0, 4.0], "A": [2.0, 2.0, 4.0], "B": [1.0, 1.0, 1.0]}
 
 
 def test_spread():
-    assert Spread.of([3.0]) == Spread(median=3.0, low=3.0, high=3.0)
-    assert Spread.of([4.0, 2.0]) == Spread(median=3.0, low=2.5, high=3.5)
-    assert Spread.of([1.0, 9.0, 2.0, 3.0, 4.0]) == Spread(median=3.0, low=2.0, high=4.0)
+    assert Spread.of([3.0]) == Spread(median=3.0, low=3.0, high=3.0, least=3.0, greatest=3.0)
+    assert Spread.of([4.0, 2.0]) == Spread(median=3.0, low=2.5, high=3.5, least=2.0, greatest=4.0)
+    found = Spread.of([1.0, 9.0, 2.0, 3.0, 4.0])
+    assert found == Spread(median=3.0, low=2.0, high=4.0, least=1.0, greatest=9.0)
+    assert (found.within(True), found.within(False)) == ((2.0, 4.0), (1.0, 9.0))
 
 
 def test_speed_up_is_against_the_baseline_of_the_same_round(make_series):
@@ -37,7 +39,7 @@ def test_speed_up_is_against_the_baseline_of_the_same_round(make_series):
     assert a.speed_up.median == 2.0  # of 2, 4 and 1; the ratio of the medians would be 2 too
     assert (a.speed_up.low, a.speed_up.high) == (1.5, 3.0)
     assert b.speed_up.median == 4.0
-    assert none.speed_up == Spread(median=1.0, low=1.0, high=1.0)
+    assert none.speed_up == Spread.of([1.0])
     assert none.tokens_per_second.median == 1.0
     skewed = {"NONE": [1.0, 2.0, 9.0], "A": [2.0, 1.0, 1.5]}
     _, a = summarize(make_series("A", skewed))[0]
@@ -73,7 +75,14 @@ def test_time_split_adds_up_to_the_wall(make_series):
     split = TimeSplit.of(none.runs)
     assert split.wall == pytest.approx(10.0)
     assert split.shares() == pytest.approx(
-        {"draft": 0.3, "verify": 0.4, "prefill": 0.2, "other": 0.1}
+        {
+            "propose": 0.2,
+            "target": 0.3,
+            "verify": 0.1,
+            "extend": 0.1,
+            "prefill": 0.2,
+            "other": 0.1,
+        }
     )
     assert tuple(split.shares()) == PARTS
 
@@ -126,24 +135,48 @@ def test_problems(make_series, make_report, skipped):
 
 def test_tables(make_series, make_report):
     more = make_series("A,B", {k: [s / 4 for s in v] for k, v in SECONDS.items()}, batch_size=8)
-    speed, time, acceptance, scores = tables(make_report(make_series("A,B", SECONDS), more))
+    found = tables(make_report(make_series("A,B", SECONDS), more))
+    speed, time, nodes, acceptance, scores = found
     assert speed.rows[:3] == [
         ["NONE", "1", "-", "-", "-", "1.0", "1.00", "-", "1.00", "yes"],
-        ["B", "1", "3", "1", "4", "4.0", "4.00", "4.00 to 6.00", "2.10", "yes"],
-        ["A", "1", "3", "1", "4", "2.0", "2.00", "1.50 to 3.00", "2.10", "yes"],
+        ["B", "1", "3", "1", "4", "4.0", "4.00", "4.00 to 8.00", "2.10", "yes"],
+        ["A", "1", "3", "1", "4", "2.0", "2.00", "1.00 to 4.00", "2.10", "yes"],
     ]
     assert [row[1] for row in speed.rows] == ["1"] * 3 + ["8"] * 3
-    assert time.rows[0] == ["NONE", "1", "1333.33", "30%", "40%", "20%", "10%"]
-    assert acceptance.columns == ("algorithm", "batch", "pos 1", "pos 2", "pos 3")
-    assert [row[0] for row in acceptance.rows] == ["B", "A", "B", "A"]
-    assert acceptance.rows[0][2:] == ["50%"] * 3
-    assert scores.rows[0] == [
-        *("B", "1", "5.40", "3.20", "2.10", "43.9%", "50.0%", "0.061", ".2..5....9")
-    ]
+    assert time.rows[0] == ["NONE", "1", "1333.33", "20%", "30%", "10%", "10%", "20%", "10%"]
+    assert nodes.columns == ("algorithm", "batch", "drafted", "verified", "accepted", "wasted")
+    assert nodes.rows[0] == ["B", "1", "5.40", "3.20", "2.10", "1.10"]
+    assert acceptance.columns == ("algorithm", "batch", "drafts", "pos 1", "pos 2", "pos 3")
+    assert [row[0] for row in acceptance.rows] == ["B", "B", "A", "A"] * 2
+    assert acceptance.rows[0][2:] == ["reach", "30", "24", "12"]
+    assert acceptance.rows[1][2:] == ["accepted", *["50%"] * 3]
+    assert scores.rows[0] == ["B", "1", "43.9%", "50.0%", "0.061", ".2..5....9"]
     assert [row[0] for row in scores.rows] == ["B", "A", "B", "A"]
-    for table in (speed, time, acceptance, scores):
+    left = {"algorithm", "identical", "reliability", "drafts"}
+    for table in found:
         assert all(len(row) == len(table.columns) for row in table.rows)
-        assert set(table.right) == set(table.columns) - {"algorithm", "identical", "reliability"}
+        assert set(table.right) == set(table.columns) - left
+
+
+def test_two_rounds_have_a_range_and_four_have_quartiles(make_series, make_report):
+    """Of two nothing lies between the quartiles."""
+    shown = []
+    for rounds in (2, 4):
+        seconds = {"NONE": [4.0] * rounds, "A": [1.0, 2.0, 4.0, 2.0][:rounds]}
+        report = make_report(make_series("A", seconds))
+        (speed, *_), words = tables(report), " ".join(legend(report))
+        shown.append((speed.columns[7], speed.rows[1][7], "half of the rounds" in words))
+    assert shown == [
+        ("range", "2.00 to 4.00", False),
+        ("quartiles", "1.75 to 2.50", True),
+    ]
+
+
+def test_survival_says_how_often_all_verifications_get_so_far(make_series):
+    mine = Summary(*reversed(make_series("A", {"NONE": [1.0], "A": [1.0]})))
+    assert mine.survival == [0.5, 0.4, 0.2]
+    assert mine.mean_accept_length == pytest.approx(1 + sum(mine.survival))
+    assert mine.wasted_nodes == pytest.approx(3.2 - 2.1)
 
 
 def test_without_drafts_there_is_no_third_table(make_series, make_report):
@@ -158,7 +191,9 @@ def test_without_scores_there_is_no_fourth_table(make_series, make_report):
         for name in ("scored", "predicted", "accepted_of_scored", "proposed"):
             del run.statistics[name]
     report = make_report(series)
-    assert [table.columns[-1] for table in tables(report)] == ["identical", "other", "pos 3"]
+    assert [table.columns[-1] for table in tables(report)] == [
+        *("identical", "other", "wasted", "pos 3")
+    ]
     found = report.as_mapping()["results"][1]
     assert (found["calibration_error"], found["reliability"]) == (None, {})
     assert (found["proposed_nodes"], found["verified_nodes"]) == (None, 3.2)
@@ -188,6 +223,10 @@ def test_json(make_series, make_report):
     report = json.loads(json.dumps(make_report(make_series("A,B", SECONDS)).as_mapping()))
     _, fast, _ = report["results"]
     assert fast["variant"] == "B"
-    assert fast["speed_up"] == {"median": 4.0, "low": 4.0, "high": 6.0}
+    spread = {"median": 4.0, "low": 4.0, "high": 6.0, "least": 4.0, "greatest": 8.0}
+    assert fast["speed_up"] == spread
     assert fast["seconds"]["wall"] == pytest.approx(3.0)
+    parts = fast["seconds_by_part"]
+    assert sum(parts.values()) == pytest.approx(3.0)
+    assert parts["propose"] + parts["extend"] == pytest.approx(fast["seconds"]["draft"])
     assert [each["tokens_per_second"] for each in fast["rounds"]] == [4.0, 4.0, 4.0]

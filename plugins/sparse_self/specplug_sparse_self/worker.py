@@ -54,13 +54,15 @@ class SparseSelfWorker(TargetDrafter):
     # What drafts see
 
     def extend(self, batch: Batch, output: CommittedOutput) -> DraftInput:
-        """Choose the pages to which the last committed row attends most.
+        """Choose the pages to which the last committed row attends most; none while contexts are
+        seen whole.
 
         Its queries in the watched layers are computed again. All keys of these layers are read for
         it, a part of what the verification has read that is as large as their share of the layers.
         """
         pages = None
-        if self._inputs is not None and batch.drafts_follow and batch.size:
+        follows = batch.drafts_follow and self._drafts(batch)
+        if self._inputs is not None and follows and batch.size:
             ends = batch.seq_lens + output.accept_lens  # what the next draft finds committed
             inputs = output.per_node[self._inputs][output.last_rows]
             shares = torch.stack(
@@ -96,13 +98,15 @@ class SparseSelfWorker(TargetDrafter):
     def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
         """Draft for each request; the roots alone where drafts would see whole contexts, and so
         cost what plain decoding costs."""
-        if not (batch.is_warm_up or self._is_long(batch)):
+        if not self._drafts(batch):
             return Draft.chain(draft_input.bonus_tokens.unsqueeze(1))
         return super().propose(batch, draft_input)
 
-    def _is_long(self, batch: Batch) -> bool:
-        """Return whether some request has more tokens than drafts see, as far as the host knows."""
-        return any(len(request.token_ids) > self.view.tokens for request in batch.requests)
+    def _drafts(self, batch: Batch) -> bool:
+        """Return whether some request has more tokens than drafts see, as far as the host knows.
+        A warm-up is of all passes."""
+        seen = self.view.tokens
+        return batch.is_warm_up or any(len(each.token_ids) > seen for each in batch.requests)
 
     def plan(self, batch: Batch, *state: Tensor) -> TargetPlan:
         """Plan the roots over the part that is seen; the state: [bs, P] int64, the chosen pages."""

@@ -96,7 +96,7 @@ def test_view_of_all_drafts_what_the_target_takes(
     target: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By pages alone: the window is empty."""
-    monkeypatch.setattr(SparseSelfWorker, "_is_long", lambda self, batch: True)
+    monkeypatch.setattr(SparseSelfWorker, "_drafts", lambda self, batch: True)
     view = View(sinks=0, window=0, pages=CONTEXT // 4, page_size=4)
     with LLM(
         target, dtype="float64", speculative_algorithm=SparseSelf(view), speculative_num_steps=3
