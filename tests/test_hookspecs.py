@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,11 @@ def test_hooks_table_lists_each_hook_once() -> None:
     assert [hook for hook, *_ in rows] == list(HOOKS)
     required = {hook for hook, _, without in rows if without == "required"}
     assert required == set(hookspecs.REQUIRED)
+
+
+def test_reference_of_hooks_is_that_of_the_code() -> None:
+    made = runpy.run_path(str(TABLE.with_name("make_hooks.py")))["page"]()
+    assert TABLE.read_text(encoding="utf-8") == made, "run: python docs/make_hooks.py"
 
 
 def wrappers(hook: str) -> list[Callable[..., Any]]:

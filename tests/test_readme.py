@@ -23,6 +23,7 @@ PAGES = [
 INDEXED = sorted(ROOT.glob("plugins/*/README.md"))
 """What a package index shows; the README's list has none of them."""
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+OUTPUT = re.compile(r"\n[^`]*?\n```output\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#([^)]+))?\)")
 
 
@@ -34,6 +35,8 @@ class Block:
     line: int
     language: str
     code: str
+    output: str | None = None
+    """What the page says that it prints: a block ``output`` right after it."""
 
     def __str__(self) -> str:
         return f"{self.page.parent.name}/{self.page.name}:{self.line}"
@@ -45,7 +48,8 @@ def blocks(language: str) -> list[Block]:
         text = page.read_text(encoding="utf-8")
         for fence in FENCE.finditer(text):
             line = text.count("\n", 0, fence.start()) + 2
-            found.append(Block(page, line, fence[1], fence[2]))
+            shown = OUTPUT.match(text, fence.end())
+            found.append(Block(page, line, fence[1], fence[2], shown and shown[1]))
     return [block for block in found if block.language == language]
 
 
@@ -68,7 +72,16 @@ def test_the_pages_are_read():
 def test_python(block, capsys):
     lines = "\n" * (block.line - 1)  # so that a traceback points into the page
     exec(compile(lines + block.code, str(block.page), "exec"), {"__name__": "__main__"})
-    assert capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert printed
+    if block.output is not None:
+        assert printed == block.output
+
+
+def test_every_output_stands_after_what_prints_it():
+    shown = [block for block in blocks("python") if block.output is not None]
+    assert len(shown) == len(blocks("output"))
+    assert shown
 
 
 @pytest.mark.parametrize(("block", "command"), commands(), ids=str)
