@@ -102,6 +102,23 @@ class Defaults:
 
 
 @attrs.frozen(kw_only=True)
+class Conformance:
+    """What the conformance kit (``specplug.testing``) is told of an algorithm by its plugin.
+
+    Attributes:
+        settings: of ``LLM``, in each run of the kit, whose texts have 8 to 100 tokens: what makes
+            the algorithm draft there, if its defaults are for other texts.
+    """
+
+    settings: Mapping[str, Any] = attrs.field(
+        factory=dict,
+        validator=validators.deep_mapping(
+            validators.instance_of(str), validators.instance_of(object)
+        ),
+    )
+
+
+@attrs.frozen(kw_only=True)
 class AlgorithmInfo:
     """An algorithm's declaration, returned by its ``describe`` hook.
 
@@ -120,6 +137,7 @@ class AlgorithmInfo:
         settings: an attrs class of its own settings, each a ``specplug.settings.setting`` with a
             default. Their names begin with the algorithm's in lower case: NGRAM's
             ``ngram_index_scope`` is the option ``--ngram-index-scope``. None: it has none.
+        conformance: what the conformance kit is told of it.
     """
 
     name: str = attrs.field(validator=validators.matches_re(_NAME + rf"(\+{_NAME})*"))
@@ -140,6 +158,9 @@ class AlgorithmInfo:
         default=None, validator=validators.optional(_within(0, MAX_NUM_STEPS))
     )
     settings: type[Any] | None = attrs.field(default=None)
+    conformance: Conformance = attrs.field(
+        default=Conformance(), validator=validators.instance_of(Conformance)
+    )
 
     @settings.validator
     def _declared(self, attribute: attrs.Attribute[Any], value: type[Any] | None) -> None:

@@ -178,6 +178,8 @@ def replay(laboratory: Laboratory) -> str:
         for key, text in again.items()
         if tuple(text) in first and (found.drafts[key] or first[tuple(text)])
     }
+    if not expected:
+        raise NotApplicable("no draft was made after a prompt, nor where one is replayed")
     share = agreement(expected, {key: found.drafts[key] for key in expected})
     if share < 0.9:
         told = first_parting(expected, found.drafts)
@@ -201,8 +203,15 @@ def _prompts_of(drafts: Mapping[Key, Drafted]) -> list[tuple[int, ...]]:
 @check("gold.acceptance", "gold", "accept length is what its author declares")
 def acceptance(laboratory: Laboratory) -> str:
     """Measure the accept length, and compare it with the declared one."""
-    length = laboratory.observe(SIMPLEST, max_tokens=64).accept_length
-    declared = laboratory.subject.accept_length
+    if laboratory.subject.selected.info.defaults.num_draft_tokens == 1:
+        raise NotApplicable("it declares to draft nothing: Defaults(num_draft_tokens=1)")
+    found = laboratory.observe(SIMPLEST, max_tokens=64)
+    if not any(found.drafts.values()):
+        raise Failure(
+            "nothing was drafted; expected drafts: if the algorithm drafts no texts as short as "
+            "the kit's, declare the settings that make it (AlgorithmInfo.conformance)"
+        )
+    length, declared = found.accept_length, laboratory.subject.accept_length
     if declared is None:
         if length < 1.1:
             raise Failure(

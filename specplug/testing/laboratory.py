@@ -242,7 +242,8 @@ class Laboratory:
             settings["max_total_tokens"] = 2 * (longest // 2 + MAX_TOKENS) + 16
         if configuration["transfer"]:
             settings["disaggregation"] = "both"
-        return {**settings, **self.subject.settings}
+        declared = self.subject.selected.info.conformance.settings
+        return {**settings, **declared, **self.subject.settings}
 
     def _shape(self, shape: str) -> dict[str, Any]:
         branches = self.subject.selected.info.capabilities.branching

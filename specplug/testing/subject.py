@@ -27,7 +27,8 @@ class Subject:
     Attributes:
         algorithm: its name as users type it, or a plugin object.
         model: the target; None: the default model.
-        settings: of ``LLM``, for each run: the draft weights, the shape of drafts, and so on.
+        settings: of ``LLM``, for each run: the draft weights, the shape of drafts, and so on. They
+            go over those that the plugin declares (``AlgorithmInfo.conformance``).
         accept_length: tokens a verification that it is known to reach, on the kit's prompts, under
             its defaults; None: nothing is known.
         expected_failures: by the id of a check, why it fails. One that passes all the same is a

@@ -14,6 +14,7 @@ import pytest
 from mutants import HookMisspelt, Item, WithEagle3
 
 import specplug
+from specplug import Batch, Draft, DraftInput
 from specplug.cli.check import declared
 from specplug.errors import UsageError
 from specplug.testing import Failure, NotApplicable, Subject, all_checks
@@ -22,10 +23,18 @@ from specplug.testing.configuration import DIMENSIONS, SIMPLEST, cover, is_possi
 from specplug.testing.kit import checks_named, refuse_unknown
 from specplug.testing.laboratory import Drafted, Laboratory
 from specplug.testing.verdict import Verdict, grade_of, judge
+from specplug_eagle3.worker import Eagle3Worker
 
 REPOSITORY = Path(specplug.__file__).parents[1]
 RIGHT = "EAGLE3", "STANDALONE", "NGRAM", "DFLASH"
 QUICK = "conduct.waits", "conduct.lifetime", "conduct.state", "blind.noise", "blind.reference"
+
+
+class RootsAlone(Eagle3Worker):
+    """Drafts nothing, against what it declares."""
+
+    def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
+        return Draft.chain(draft_input.bonus_tokens.unsqueeze(1))
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -138,6 +147,35 @@ def test_draft_follows_a_chain_to_its_leaves(
     parents: tuple[int, ...], chain: tuple[int, ...], follows: bool
 ) -> None:
     assert Drafted(tokens=(4, 5, 6), parents=parents).follows(chain) is follows
+
+
+def _acceptance(algorithm: object) -> Verdict:
+    return judge(checks_named(["gold.acceptance"])[0], Laboratory(Subject(algorithm=algorithm)))
+
+
+def test_acceptance_of_no_drafts_is_not_applicable() -> None:
+    verdict = _acceptance("NONE")
+    assert verdict.status == "not applicable"
+    assert "num_draft_tokens=1" in verdict.told
+
+
+def test_acceptance_without_drafts_fails() -> None:
+    verdict = _acceptance(WithEagle3(RootsAlone))
+    assert verdict.status == "failed"
+    assert "nothing was drafted" in verdict.told
+
+
+def test_declared_settings_make_a_plugin_draft() -> None:
+    laboratory = Laboratory(Subject(algorithm="SPARSE_SELF"))
+    assert any(laboratory.observe(prompts=laboratory.prompts()[3:4]).drafts.values())
+    settings = {"speculative_settings": {"sparse_self_tokens": 400}}
+    laboratory = Laboratory(Subject(algorithm="SPARSE_SELF", settings=settings))
+    assert not any(laboratory.observe(prompts=laboratory.prompts()[3:4]).drafts.values())
+
+
+def test_joined_algorithm_has_the_settings_of_the_first() -> None:
+    joined = Subject(algorithm="SPARSE_SELF+NGRAM").selected.info.conformance
+    assert joined.settings == {"speculative_settings": {"sparse_self_tokens": 40}}
 
 
 def test_read_is_told_with_its_line() -> None:

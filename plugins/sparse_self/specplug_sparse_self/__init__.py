@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specplug import AlgorithmInfo, Capabilities, Defaults, SpecConfig, hookimpl
+from specplug import AlgorithmInfo, Capabilities, Conformance, Defaults, SpecConfig, hookimpl
 from specplug_sparse_self.config import SparseSelfSettings
 from specplug_sparse_self.view import View
 
@@ -43,6 +43,9 @@ class SparseSelf:
             defaults=Defaults(num_steps=4, topk=1, num_draft_tokens=5),
             paper="https://arxiv.org/abs/2602.07223",
             settings=SparseSelfSettings,
+            # Shorter contexts are not drafted. So many tokens are the first and the last ones, and
+            # a page between them.
+            conformance=Conformance(settings={"speculative_settings": {"sparse_self_tokens": 40}}),
         )
 
     @hookimpl
