@@ -66,6 +66,11 @@ class Drafted:
         """The distance of the deepest node from the root."""
         return max(map(len, self.paths), default=0)
 
+    def after(self, chain: Sequence[int]) -> frozenset[int]:
+        """Return the tokens that were drafted after a chain from the root."""
+        chain = tuple(chain)
+        return frozenset(path[-1] for path in self.paths if path[:-1] == chain)
+
     def follows(self, chain: Sequence[int]) -> bool:
         """Return whether the draft has a chain as far as it goes: where it leaves it, its node has
         no child."""
