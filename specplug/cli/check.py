@@ -65,8 +65,7 @@ def check(ctx: click.Context, /, **options: Any) -> None:
             click.echo(json.dumps(as_mapping(options["name"], verdicts), indent=2), file=out)
     if not options["as_json"]:
         print_verdicts(verdicts)
-    if not options["only"]:
-        _keep_grade(options, verdicts)
+    _keep_grade(options, verdicts)
     ctx.exit(1 if any(each.is_wrong for each in verdicts) else 0)
 
 
@@ -119,10 +118,12 @@ def _run(options: dict[str, Any]) -> list[Verdict]:
 
 
 def _keep_grade(options: dict[str, Any], verdicts: Sequence[Verdict]) -> None:
-    """Write the grade for ``specplug info``; say it if that cannot be done."""
+    """Write the grade for ``specplug info`` if all checks ran; say it if that cannot be done."""
     from specplug.testing.grades import EarnedGrade, Holder, keep
-    from specplug.testing.verdict import grade_of
+    from specplug.testing.verdict import checks_left_out, grade_of
 
+    if checks_left_out(verdicts):
+        return
     name = Registry().select(options["name"]).name
     given = {
         key: options[key] for key in ("model", "draft", "accept_length") if options[key] is not None
@@ -146,7 +147,7 @@ def _keep_grade(options: dict[str, Any], verdicts: Sequence[Verdict]) -> None:
 def as_mapping(name: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """Return what ``--json`` prints. Keys are only ever added."""
     from specplug.testing.check import KIT_VERSION
-    from specplug.testing.verdict import grade_of
+    from specplug.testing.verdict import checks_left_out, grade_of
 
     return {
         "algorithm": name,
@@ -163,12 +164,13 @@ def as_mapping(name: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
             }
             for each in verdicts
         ],
+        "checks_left_out": checks_left_out(verdicts),
     }
 
 
 def print_verdicts(verdicts: Sequence[Verdict]) -> None:
     """Print a table, what failed below it, and the grade."""
-    from specplug.testing.verdict import grade_of
+    from specplug.testing.verdict import told_grade
 
     rows = [
         (
@@ -183,5 +185,6 @@ def print_verdicts(verdicts: Sequence[Verdict]) -> None:
     print_table(("grade", "check", "", "time", ""), rows)
     for each in verdicts:
         if each.is_wrong:
-            click.echo(f"\n{printable(each.told)}", file=sys.stderr)
-    click.echo(f"\ngrade: {grade_of(verdicts) or 'none'}")
+            lines = map(printable, each.told.rsplit("\n", 1))  # the page is a line of its own
+            click.echo("\n" + "\n".join(lines), file=sys.stderr)
+    click.echo(f"\ngrade: {told_grade(verdicts)}")

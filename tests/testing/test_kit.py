@@ -17,12 +17,12 @@ import specplug
 from specplug import Batch, Draft, DraftInput
 from specplug.cli.check import declared
 from specplug.errors import UsageError
-from specplug.testing import Failure, NotApplicable, Subject, all_checks
+from specplug.testing import Failure, NotApplicable, Subject, all_checks, kit
 from specplug.testing.check import PAGE, Check
 from specplug.testing.configuration import DIMENSIONS, SIMPLEST, cover, is_possible, smallest
 from specplug.testing.kit import checks_named, refuse_unknown
 from specplug.testing.laboratory import Drafted, Laboratory
-from specplug.testing.verdict import Verdict, grade_of, judge
+from specplug.testing.verdict import Verdict, grade_of, judge, told_grade
 from specplug_eagle3.worker import Eagle3Worker
 
 REPOSITORY = Path(specplug.__file__).parents[1]
@@ -103,11 +103,24 @@ def test_check_that_raises_anything_is_a_failure() -> None:
     assert PAGE in verdict.told
 
 
-def test_grade_ends_below_a_failure() -> None:
+def test_grade_ends_below_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kit, "all_checks", lambda: [_check(None)])
     passed, failed, other = _judged(None), _judged(Failure("")), _judged(NotApplicable(""))
     assert grade_of([passed]) == "gold"
     assert grade_of([passed, failed]) == "bronze"
     assert grade_of([other]) == "gold"
+
+
+def test_grade_needs_all_checks_of_it() -> None:
+    bronze, silver = (
+        [Verdict(check, "passed", "", 0.0) for check in all_checks() if check.grade == grade]
+        for grade in ("bronze", "silver")
+    )
+    assert grade_of(bronze) == "bronze"
+    assert told_grade(bronze) == f"bronze; 0 of {len(silver)} silver checks ran"
+    assert grade_of([*bronze[1:], *silver]) is None
+    assert grade_of([*bronze, *silver[1:]]) == "bronze"
+    assert grade_of([*bronze, *silver]) == "silver"
 
 
 def test_unknown_check_is_refused_with_the_nearest() -> None:
@@ -194,6 +207,7 @@ def test_import_of_torch_at_the_top_is_found(plugin_folder: Any) -> None:
     done = plugin_folder.specplug("check", "HEAVY", "--only", "form.listing")
     assert done.returncode == 1
     assert "imports torch at its top" in done.stderr
+    assert done.stderr.splitlines()[-1] == f"See {PAGE}#formlisting"
 
 
 def test_check_prints_table_and_grade(plugin_folder: Any) -> None:
@@ -202,7 +216,7 @@ def test_check_prints_table_and_grade(plugin_folder: Any) -> None:
     assert "form.listing" in done.stdout
     assert "conduct.waits" in done.stdout
     assert "no read" in done.stdout
-    assert "grade: gold" in done.stdout
+    assert "grade: not known: 2 of 4 bronze checks ran" in done.stdout
 
 
 def test_check_prints_json(plugin_folder: Any) -> None:
@@ -211,6 +225,8 @@ def test_check_prints_json(plugin_folder: Any) -> None:
     assert told["algorithm"] == "NGRAM"
     assert told["kit_version"] >= 1
     assert {check["status"] for check in told["checks"]} == {"passed"}
+    assert told["grade"] is None
+    assert "exact.tokens" in told["checks_left_out"]
 
 
 def test_pytest_checks_a_name_in_an_empty_folder(plugin_folder: Any) -> None:
