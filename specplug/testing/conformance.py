@@ -25,6 +25,8 @@ class AlgorithmTests:
     settings: ClassVar[Mapping[str, Any]] = {}
     accept_length: ClassVar[float | None] = None
     expected_failures: ClassVar[Mapping[str, str]] = {}
+    seed: ClassVar[int] = 0
+    quick: ClassVar[bool] = False
 
     @classmethod
     def subject(cls) -> Subject:
@@ -35,6 +37,8 @@ class AlgorithmTests:
             settings=cls.settings,
             accept_length=cls.accept_length,
             expected_failures=cls.expected_failures,
+            seed=cls.seed,
+            quick=cls.quick,
         )
 
     def test_conforms(self, specplug_check: Check, specplug_laboratory: Laboratory) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+from attrs.validators import ge, instance_of
 
 from specplug.errors import UsageError
 from specplug.registry import Registry, SelectedAlgorithm
@@ -31,6 +32,10 @@ class Subject:
             go over those that the plugin declares (``AlgorithmInfo.conformance``).
         accept_length: tokens a verification that it is known to reach, on the kit's prompts, under
             its defaults; None: nothing is known.
+        seed: chooses texts, budgets and the seeds of sampled requests. 0: the texts of which accept
+            lengths are declared.
+        quick: few texts and short outputs, in all configurations, and no measurements: a suite of
+            tests that runs often. It earns no grade.
         expected_failures: by the id of a check, why it fails. One that passes all the same is a
             failure: what is declared must be true.
     """
@@ -39,6 +44,8 @@ class Subject:
     model: str | Path | None = None
     settings: Mapping[str, Any] = attrs.field(factory=dict)
     accept_length: float | None = None
+    seed: int = attrs.field(default=0, validator=[instance_of(int), ge(0)])
+    quick: bool = False
     expected_failures: Mapping[str, str] = attrs.field(factory=dict, validator=_known_checks)
 
     @property
