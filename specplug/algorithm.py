@@ -108,6 +108,8 @@ class Conformance:
     Attributes:
         settings: of ``LLM``, in each run of the kit, whose texts have 8 to 100 tokens: what makes
             the algorithm draft there, if its defaults are for other texts.
+        accept_lengths: tokens a verification on the kit's texts with those settings, by the name of
+            the model for which the plugin ships weights: what ``gold.acceptance`` measured.
     """
 
     settings: Mapping[str, Any] = attrs.field(
@@ -116,6 +118,16 @@ class Conformance:
             validators.instance_of(str), validators.instance_of(object)
         ),
     )
+    accept_lengths: Mapping[str, float] = attrs.field(factory=dict)
+
+    @accept_lengths.validator
+    def _numbers(self, attribute: attrs.Attribute[Any], value: Mapping[str, float]) -> None:
+        for model, length in value.items():
+            if not (isinstance(model, str) and isinstance(length, int | float) and length >= 1):
+                raise ValueError(
+                    f"accept_lengths[{model!r}]={length!r}: expected a model's name, and a number "
+                    "of at least 1: tokens a verification, the target's own one included"
+                )
 
 
 @attrs.frozen(kw_only=True)

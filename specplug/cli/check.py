@@ -27,6 +27,10 @@ MARKS = {
 }
 
 
+MEASURED_WITH = "model", "draft", "accept_length", "reference", "seed"
+"""Options with which a grade is earned, as ``specplug info`` shows."""
+
+
 @click.command()
 @click.argument("name")
 @click.option("--model", metavar="PATH", help="The target; the default model if not given.")
@@ -35,6 +39,19 @@ MARKS = {
 )
 @click.option(
     "--accept-length", type=float, metavar="N", help="Tokens a verification that it should reach."
+)
+@click.option(
+    "--reference",
+    metavar="NAME",
+    help="An algorithm whose accept length it should reach, measured here with the same settings.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Chooses texts, budgets and what is sampled; accept lengths are always of the same texts.",
 )
 @click.option(
     "--only",
@@ -57,6 +74,8 @@ def check(ctx: click.Context, /, **options: Any) -> None:
     Exits with 1 if a check fails. docs/conformance.md explains each.
     """
     Registry().select(options["name"])
+    if options["reference"] is not None:
+        Registry().select(options["reference"])
     with reserve_standard_output() as out:
         verdicts = _run(options)
         if options["as_json"]:
@@ -105,6 +124,8 @@ def _run(options: dict[str, Any]) -> list[Verdict]:
                 model=options["model"],
                 settings=settings,
                 accept_length=options["accept_length"],
+                reference=options["reference"],
+                seed=options["seed"],
                 expected_failures=options["fails"],
             )
         )
@@ -125,9 +146,7 @@ def _keep_grade(options: dict[str, Any], verdicts: Sequence[Verdict]) -> None:
     if checks_left_out(verdicts):
         return
     name = Registry().select(options["name"]).name
-    given = {
-        key: options[key] for key in ("model", "draft", "accept_length") if options[key] is not None
-    }
+    given = {key: options[key] for key in MEASURED_WITH if options[key] not in (None, 0)}
     earned = EarnedGrade(
         grade=grade_of(verdicts),
         missed={v.check.id: v.status for v in verdicts if v.is_wrong or v.status == "expected"},

@@ -10,13 +10,16 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
-from mutants import HookMisspelt, Item, WithEagle3
+from mutants import HookMisspelt, Item, NoFinalNorm, WithEagle3
+from shallow_target import ShallowTarget
 
 import specplug
 from specplug import Batch, Draft, DraftInput
 from specplug.cli.check import declared
 from specplug.errors import UsageError
+from specplug.registry import Registry
 from specplug.testing import Failure, NotApplicable, Subject, all_checks, kit
 from specplug.testing.check import PAGE, Check
 from specplug.testing.configuration import DIMENSIONS, SIMPLEST, cover, is_possible, smallest
@@ -26,8 +29,6 @@ from specplug.testing.verdict import Verdict, grade_of, judge, told_grade
 from specplug_eagle3.worker import Eagle3Worker
 
 REPOSITORY = Path(specplug.__file__).parents[1]
-RIGHT = "EAGLE3", "STANDALONE", "NGRAM", "DFLASH"
-QUICK = "conduct.waits", "conduct.lifetime", "conduct.state", "blind.noise", "blind.reference"
 
 
 class RootsAlone(Eagle3Worker):
@@ -37,11 +38,10 @@ class RootsAlone(Eagle3Worker):
         return Draft.chain(draft_input.bonus_tokens.unsqueeze(1))
 
 
-@pytest.mark.parametrize("name", RIGHT)
-def test_right_plugin_gives_no_failure(name: str) -> None:
-    laboratory = Laboratory(Subject(algorithm=name))
-    verdicts = [judge(check, laboratory) for check in checks_named(QUICK)]
-    assert [verdict.told for verdict in verdicts if verdict.is_wrong] == []
+def test_every_built_in_algorithm_has_the_kit_in_its_suite() -> None:
+    suites = REPOSITORY.glob("plugins/*/tests/test_conformance.py")
+    named = {re.findall(r'algorithm = "(.+)"', path.read_text())[0] for path in suites}
+    assert named == set(Registry().names()) - {"NONE"}
 
 
 def test_every_check_has_its_section() -> None:
@@ -178,6 +178,33 @@ def test_acceptance_without_drafts_fails() -> None:
     assert "nothing was drafted" in verdict.told
 
 
+def test_accept_length_is_that_which_the_plugin_declares() -> None:
+    published = Registry().select("EAGLE3").info.conformance.accept_lengths["tiny-code"]
+    assert Subject(algorithm="EAGLE3").declared_accept_length == published
+    assert Subject(algorithm="EAGLE3", accept_length=3.0).declared_accept_length == 3.0
+    # Of other weights, another shape or another model it says nothing.
+    assert Subject(algorithm="EAGLE3", model="other").declared_accept_length is None
+    settings = {"speculative_num_steps": 2}
+    assert Subject(algorithm="EAGLE3", settings=settings).declared_accept_length is None
+
+
+def test_right_plugin_has_the_declared_accept_length() -> None:
+    told = _acceptance("NGRAM")
+    assert told.status == "passed"
+    assert re.fullmatch(r"2\.\d\d tokens a verification, 2\.47 declared", told.told)
+
+
+def test_accept_length_below_the_references_fails() -> None:
+    subject = Subject(algorithm=WithEagle3(NoFinalNorm), reference="EAGLE3")
+    verdict = judge(checks_named(["gold.acceptance"])[0], Laboratory(subject))
+    assert verdict.status == "failed"
+    assert re.search(r"\d\.\d\d tokens a .* the reference EAGLE3 has \d\.\d\d here", verdict.told)
+    right = attrs.evolve(subject, algorithm=WithEagle3())
+    verdict = judge(checks_named(["gold.acceptance"])[0], Laboratory(right))
+    assert verdict.status == "passed"
+    assert "the reference EAGLE3 has" in verdict.told
+
+
 def test_declared_settings_make_a_plugin_draft() -> None:
     laboratory = Laboratory(Subject(algorithm="SPARSE_SELF"))
     assert any(laboratory.observe(prompts=laboratory.prompts()[3:4]).drafts.values())
@@ -232,7 +259,16 @@ def test_check_prints_json(plugin_folder: Any) -> None:
 def test_pytest_checks_a_name_in_an_empty_folder(plugin_folder: Any) -> None:
     installed = "specplug" in entry_points(group="pytest11").names
     loaded = [] if installed else ["-p", "specplug.testing.pytest_plugin"]
-    command = [*loaded, "--specplug", "NGRAM", "--specplug-check", "form", "-v"]
+    command = [
+        *loaded,
+        "--specplug",
+        "NGRAM",
+        "--specplug-check",
+        "form",
+        "--specplug-seed",
+        "3",
+        "-v",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *command],
         cwd=plugin_folder.path,
@@ -280,3 +316,34 @@ def test_declared_failure_without_sense_is_refused(given: list[str], told: str) 
 def test_declared_failure_of_no_check_is_refused() -> None:
     with pytest.raises(UsageError, match=r"did you mean form\.hooks"):
         refuse_unknown({"form.hook": "none"})
+
+
+def test_seed_changes_texts_but_not_the_standard_ones() -> None:
+    first, other = (Laboratory(Subject(algorithm="NGRAM", seed=seed)) for seed in (0, 1))
+    assert set(first.prompts()).isdisjoint(other.prompts())
+    assert first.standard_prompts() == other.standard_prompts() == first.prompts()
+    seeds = [each.params(1, sampled=True, max_tokens=1)[0].seed for each in (first, other)]
+    assert seeds[0] != seeds[1]
+
+
+def test_quick_run_measures_nothing() -> None:
+    laboratory = Laboratory(Subject(algorithm="NGRAM", quick=True))
+    assert len(laboratory.prompts()) == 4
+    verdicts = [judge(check, laboratory) for check in checks_named(["gold"])]
+    assert {verdict.told for verdict in verdicts} == {"nothing is measured in a quick run"}
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_pressure_retracts_requests(shallow: ShallowTarget, quick: bool) -> None:
+    settings = shallow.options("NGRAM")
+    model, algorithm = settings.pop("model"), settings.pop("speculative_algorithm")
+    subject = Subject(algorithm=algorithm, model=model, settings=settings, quick=quick)
+    laboratory = Laboratory(subject)
+    texts = laboratory.prompts()
+    configuration = {**SIMPLEST, "batch": 3, "pressure": True}
+    with laboratory.engine(configuration, texts=texts) as llm:
+        llm.generate(texts, laboratory.params(len(texts), sampled=False, max_tokens=12))
+        assert llm.stats()["retractions"] > 0
+    with laboratory.engine({**SIMPLEST, "batch": 3}) as llm:
+        llm.generate(texts, laboratory.params(len(texts), sampled=False, max_tokens=12))
+        assert llm.stats()["retractions"] == 0

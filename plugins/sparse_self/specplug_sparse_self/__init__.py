@@ -10,7 +10,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specplug import AlgorithmInfo, Capabilities, Conformance, Defaults, SpecConfig, hookimpl
+from specplug import (
+    DEFAULT_MODEL,
+    AlgorithmInfo,
+    Capabilities,
+    Conformance,
+    Defaults,
+    SpecConfig,
+    hookimpl,
+)
 from specplug_sparse_self.config import SparseSelfSettings
 from specplug_sparse_self.view import View
 
@@ -45,7 +53,10 @@ class SparseSelf:
             settings=SparseSelfSettings,
             # Shorter contexts are not drafted. So many tokens are the first and the last ones, and
             # a page between them.
-            conformance=Conformance(settings={"speculative_settings": {"sparse_self_tokens": 40}}),
+            conformance=Conformance(
+                settings={"speculative_settings": {"sparse_self_tokens": 40}},
+                accept_lengths={DEFAULT_MODEL: 2.79},
+            ),
         )
 
     @hookimpl
