@@ -36,6 +36,7 @@ import attrs
 
 from specplug.bench.dataset import HELD_OUT as PROMPTS
 from specplug.registry import Registry
+from specplug.testing.configuration import cover
 
 SAMPLINGS = {"greedy": 0.0, "temperature 0.8": 0.8}
 TIE = 1e-4
@@ -92,38 +93,36 @@ class Difference:
         return self.gap < TIE
 
 
-def matrix(registry: Registry, algorithms: Sequence[str]) -> list[Setting]:
-    """Every setting but the references."""
-    settings = []
-    for algorithm in algorithms:
-        info = registry.select(algorithm).info
-        axes = {
-            "sampling": tuple(SAMPLINGS),
-            "batch": (1, 7),
-            "page_size": (1, 16),
-            "overlap": (True, False),
-            "chunk": (None, 8),
-            "topk": (1, 4) if info.capabilities.branching else (1,),
-            "num_steps": (1, 4) if info.defaults.num_draft_tokens != 1 else (1,),
-            "pressed": (False, True),
-        }
-        for values in itertools.product(*axes.values()):
-            settings.append(Setting(algorithm=algorithm, **dict(zip(axes, values, strict=True))))
-    return settings
+def axes(registry: Registry, algorithm: str) -> dict[str, tuple[Any, ...]]:
+    """What is combined for an algorithm."""
+    info = registry.select(algorithm).info
+    return {
+        "sampling": tuple(SAMPLINGS),
+        "batch": (1, 7),
+        "page_size": (1, 16),
+        "overlap": (True, False),
+        "chunk": (None, 8),
+        "topk": (1, 4) if info.capabilities.branching else (1,),
+        "num_steps": (1, 4) if info.defaults.num_draft_tokens != 1 else (1,),
+        "pressed": (False, True),
+    }
 
 
-def covering(settings: Sequence[Setting]) -> list[Setting]:
-    """A few of these settings, with every pair of values that two axes of them take together."""
+def matrix(registry: Registry, algorithm: str) -> list[Setting]:
+    """Every setting of an algorithm."""
+    choices = axes(registry, algorithm)
+    return [
+        Setting(algorithm=algorithm, **dict(zip(choices, values, strict=True)))
+        for values in itertools.product(*choices.values())
+    ]
 
-    def pairs(setting: Setting) -> set[Any]:
-        return set(itertools.combinations(attrs.asdict(setting).items(), 2))
 
-    chosen, missing = [], set().union(*map(pairs, settings))
-    while missing:
-        best = max(settings, key=lambda setting: len(pairs(setting) & missing))
-        chosen.append(best)
-        missing -= pairs(best)
-    return chosen
+def covering(registry: Registry, algorithm: str) -> list[Setting]:
+    """A few settings of an algorithm, with every pair of values of two axes."""
+    return [
+        Setting(algorithm=algorithm, **chosen)
+        for chosen in cover(axes(registry, algorithm), possible=lambda _: True)
+    ]
 
 
 @functools.cache
@@ -282,9 +281,8 @@ def main() -> int:
     lines = PROMPTS.read_text().splitlines()[: arguments.prompts]
     prompts = [json.loads(line)["prompt"] for line in lines]
     references = [Setting(algorithm="NONE", sampling=sampling) for sampling in SAMPLINGS]
-    settings = matrix(registry, algorithms)
-    if arguments.quick:
-        settings = [s for a in algorithms for s in covering(matrix(registry, [a]))]
+    chosen = covering if arguments.quick else matrix
+    settings = [setting for name in algorithms for setting in chosen(registry, name)]
     settings.sort(key=lambda setting: setting.batch)  # the slow ones first
     rows, failed = [], False
     with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:

@@ -18,6 +18,7 @@ from specplug.algorithm import (
     DEFAULT_MODEL,
     AlgorithmInfo,
     Capabilities,
+    Conformance,
     Defaults,
     SpecConfig,
 )
@@ -146,6 +147,7 @@ __all__ = [
     "CheckpointError",
     "CommittedOutput",
     "Completion",
+    "Conformance",
     "Defaults",
     "Draft",
     "DraftInput",

@@ -105,6 +105,35 @@ class Defaults:
 
 
 @attrs.frozen(kw_only=True)
+class Conformance:
+    """What the conformance kit (``specplug.testing``) is told of an algorithm by its plugin.
+
+    Attributes:
+        settings: of ``LLM``, in each run of the kit, whose texts have 8 to 100 tokens: what makes
+            the algorithm draft there, if its defaults are for other texts.
+        accept_lengths: tokens a verification on the kit's texts with those settings, by the name of
+            the model for which the plugin ships weights: what ``gold.acceptance`` measured.
+    """
+
+    settings: Mapping[str, Any] = attrs.field(
+        factory=dict,
+        validator=validators.deep_mapping(
+            validators.instance_of(str), validators.instance_of(object)
+        ),
+    )
+    accept_lengths: Mapping[str, float] = attrs.field(factory=dict)
+
+    @accept_lengths.validator
+    def _numbers(self, attribute: attrs.Attribute[Any], value: Mapping[str, float]) -> None:
+        for model, length in value.items():
+            if not (isinstance(model, str) and isinstance(length, int | float) and length >= 1):
+                raise ValueError(
+                    f"accept_lengths[{model!r}]={length!r}: expected a model's name, and a number "
+                    "of at least 1: tokens a verification, the target's own one included"
+                )
+
+
+@attrs.frozen(kw_only=True)
 class AlgorithmInfo:
     """An algorithm's declaration, returned by its ``describe`` hook.
 
@@ -123,6 +152,7 @@ class AlgorithmInfo:
         settings: an attrs class of its own settings, each a ``specplug.settings.setting`` with a
             default. Their names begin with the algorithm's in lower case: NGRAM's
             ``ngram_index_scope`` is the option ``--ngram-index-scope``. None: it has none.
+        conformance: what the conformance kit is told of it.
     """
 
     name: str = attrs.field(validator=validators.matches_re(_NAME + rf"(\+{_NAME})*"))
@@ -143,6 +173,9 @@ class AlgorithmInfo:
         default=None, validator=validators.optional(_within(0, MAX_NUM_STEPS))
     )
     settings: type[Any] | None = attrs.field(default=None)
+    conformance: Conformance = attrs.field(
+        default=Conformance(), validator=validators.instance_of(Conformance)
+    )
 
     @settings.validator
     def _declared(self, attribute: attrs.Attribute[Any], value: type[Any] | None) -> None:

@@ -10,7 +10,7 @@ import attrs
 import pytest
 
 import specplug
-from specplug import AlgorithmInfo, Capabilities, Defaults, SpecConfig, UsageError
+from specplug import AlgorithmInfo, Capabilities, Conformance, Defaults, SpecConfig, UsageError
 from specplug.settings import Integer, setting
 
 
@@ -32,6 +32,12 @@ def shape(config: SpecConfig) -> tuple[int, int, int]:
 def test_what_is_not_typed_is_the_algorithms_default() -> None:
     assert shape(SpecConfig.resolve(info())) == (3, 2, 6)
     assert shape(SpecConfig.resolve(info(), num_draft_tokens=9)) == (3, 2, 9)
+
+
+@pytest.mark.parametrize("length", [0.5, "4", None])
+def test_accept_length_of_no_sense_is_refused(length: object) -> None:
+    with pytest.raises(ValueError, match=r"accept_lengths\['m'\].*at least 1"):
+        Conformance(accept_lengths={"m": length})
 
 
 def test_another_depth_or_width_brings_its_own_number_of_nodes() -> None:

@@ -27,6 +27,10 @@ MARKS = {
 }
 
 
+MEASURED_WITH = "model", "draft", "accept_length", "reference", "seed"
+"""Options with which a grade is earned, as ``specplug info`` shows."""
+
+
 @click.command()
 @click.argument("name")
 @click.option("--model", metavar="PATH", help="The target; the default model if not given.")
@@ -35,6 +39,19 @@ MARKS = {
 )
 @click.option(
     "--accept-length", type=float, metavar="N", help="Tokens a verification that it should reach."
+)
+@click.option(
+    "--reference",
+    metavar="NAME",
+    help="An algorithm whose accept length it should reach, measured here with the same settings.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Chooses texts, budgets and what is sampled; accept lengths are always of the same texts.",
 )
 @click.option(
     "--only",
@@ -57,6 +74,8 @@ def check(ctx: click.Context, /, **options: Any) -> None:
     Exits with 1 if a check fails. docs/conformance.md explains each.
     """
     Registry().select(options["name"])
+    if options["reference"] is not None:
+        Registry().select(options["reference"])
     with reserve_standard_output() as out:
         verdicts = _run(options)
         if options["as_json"]:
@@ -65,8 +84,7 @@ def check(ctx: click.Context, /, **options: Any) -> None:
             click.echo(json.dumps(as_mapping(options["name"], verdicts), indent=2), file=out)
     if not options["as_json"]:
         print_verdicts(verdicts)
-    if not options["only"]:
-        _keep_grade(options, verdicts)
+    _keep_grade(options, verdicts)
     ctx.exit(1 if any(each.is_wrong for each in verdicts) else 0)
 
 
@@ -106,6 +124,8 @@ def _run(options: dict[str, Any]) -> list[Verdict]:
                 model=options["model"],
                 settings=settings,
                 accept_length=options["accept_length"],
+                reference=options["reference"],
+                seed=options["seed"],
                 expected_failures=options["fails"],
             )
         )
@@ -119,14 +139,14 @@ def _run(options: dict[str, Any]) -> list[Verdict]:
 
 
 def _keep_grade(options: dict[str, Any], verdicts: Sequence[Verdict]) -> None:
-    """Write the grade for ``specplug info``; say it if that cannot be done."""
+    """Write the grade for ``specplug info`` if all checks ran; say it if that cannot be done."""
     from specplug.testing.grades import EarnedGrade, Holder, keep
-    from specplug.testing.verdict import grade_of
+    from specplug.testing.verdict import checks_left_out, grade_of
 
+    if checks_left_out(verdicts):
+        return
     name = Registry().select(options["name"]).name
-    given = {
-        key: options[key] for key in ("model", "draft", "accept_length") if options[key] is not None
-    }
+    given = {key: options[key] for key in MEASURED_WITH if options[key] not in (None, 0)}
     earned = EarnedGrade(
         grade=grade_of(verdicts),
         missed={v.check.id: v.status for v in verdicts if v.is_wrong or v.status == "expected"},
@@ -146,7 +166,7 @@ def _keep_grade(options: dict[str, Any], verdicts: Sequence[Verdict]) -> None:
 def as_mapping(name: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """Return what ``--json`` prints. Keys are only ever added."""
     from specplug.testing.check import KIT_VERSION
-    from specplug.testing.verdict import grade_of
+    from specplug.testing.verdict import checks_left_out, grade_of
 
     return {
         "algorithm": name,
@@ -163,12 +183,13 @@ def as_mapping(name: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
             }
             for each in verdicts
         ],
+        "checks_left_out": checks_left_out(verdicts),
     }
 
 
 def print_verdicts(verdicts: Sequence[Verdict]) -> None:
     """Print a table, what failed below it, and the grade."""
-    from specplug.testing.verdict import grade_of
+    from specplug.testing.verdict import told_grade
 
     rows = [
         (
@@ -183,5 +204,6 @@ def print_verdicts(verdicts: Sequence[Verdict]) -> None:
     print_table(("grade", "check", "", "time", ""), rows)
     for each in verdicts:
         if each.is_wrong:
-            click.echo(f"\n{printable(each.told)}", file=sys.stderr)
-    click.echo(f"\ngrade: {grade_of(verdicts) or 'none'}")
+            lines = map(printable, each.told.rsplit("\n", 1))  # the page is a line of its own
+            click.echo("\n" + "\n".join(lines), file=sys.stderr)
+    click.echo(f"\ngrade: {told_grade(verdicts)}")

@@ -57,6 +57,7 @@ def describe(selected: SelectedAlgorithm, standing: Standing) -> dict[str, Any]:
         },
         "defaults": attrs.asdict(declared.defaults),
         "draft_lookahead": declared.draft_lookahead,
+        "accept_lengths": dict(declared.conformance.accept_lengths),
         "settings": {
             name: {"option": about.option, "help": about.help}
             for name, about in (settings_of(declared.settings) if declared.settings else {}).items()
@@ -93,6 +94,11 @@ def _rows(declared: dict[str, Any]) -> list[tuple[str, str]]:
         ("reads", "; ".join(CAPTURES[name] for name in captures) or "-"),
         ("settings", ", ".join(s["option"] for s in declared["settings"].values()) or "-"),
         ("defaults", ", ".join(f"{k}={_default(v)}" for k, v in defaults.items())),
+        (
+            "accept length",
+            ", ".join(f"{n:.2f} ({model})" for model, n in declared["accept_lengths"].items())
+            or "not declared",
+        ),
         ("own hooks", ", ".join(hooks["implemented"])),
         ("core defaults", ", ".join(hooks["core_defaults"]) or "-"),
         *_weight_rows(declared),

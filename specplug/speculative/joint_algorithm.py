@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from specplug.algorithm import API_VERSION, AlgorithmInfo, Capabilities, SpecConfig
+from specplug.algorithm import API_VERSION, AlgorithmInfo, Capabilities, Conformance, SpecConfig
 from specplug.bounds import MAX_DRAFT_TOKENS
 from specplug.contract import implemented_hooks
 from specplug.errors import PluginError, UsageError, shown
@@ -104,6 +104,7 @@ class JointAlgorithm:
             weights=info.weights,
             settings=joined_settings([info, *(part.info for part in self._growers)]),
             draft_lookahead=info.draft_lookahead,
+            conformance=Conformance(settings=info.conformance.settings),
         )
 
     @hookimpl

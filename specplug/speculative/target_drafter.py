@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specplug.errors import PluginError
 from specplug.speculative.draft import Draft, DraftInput
-from specplug.speculative.draft_state import StateTensor
+from specplug.speculative.draft_state import StateTensor, received_state
 from specplug.speculative.drafter import Drafter
 from specplug.speculative.hook_order import Batch
 from specplug.speculative.runtime import AttentionPlan, Runtime, TargetPlan
@@ -52,8 +52,9 @@ class TargetDrafter(Drafter):
         return DraftInput(bonus_tokens=output.bonus_tokens)
 
     def receive(self, batch: Batch, last_tokens: Tensor) -> DraftInput:
-        """Begin with requests that another instance has prefilled."""
-        return DraftInput(bonus_tokens=last_tokens)
+        """Begin with requests that another instance has prefilled, and the state that came along."""
+        received = received_state(batch, self.state_spec())
+        return DraftInput(bonus_tokens=last_tokens, state=received.tensors)
 
     def plan(self, batch: Batch, *state: Tensor) -> TargetPlan:
         """Plan the roots, a row for each request. A subclass that drafts over a part of what is

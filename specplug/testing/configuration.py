@@ -25,10 +25,10 @@ DIMENSIONS: Mapping[str, tuple[Any, ...]] = {
 
 batch: requests that run together; page_size: tokens a page; chunk: prompt tokens a step, None: all;
 overlap: the host schedules a step ahead; mixed: prompts and drafts share steps; cache: the prefix
-cache is on, and prompts share prefixes; pressure: the KV pool is so small that requests are
-retracted and drafts narrowed; budget: how many nodes a step verifies is drawn anew for each step;
-shape: of drafts, as declared, one step deep, the root alone, or a tree where the algorithm has
-trees; transfer: another instance prefills.
+cache is on, and prompts share prefixes; pressure: the KV pool is so small that drafts are narrowed,
+and requests are retracted now and then; budget: how many nodes a step verifies is drawn anew for
+each step; shape: of drafts, as declared, one step deep, the root alone, or a tree where the
+algorithm has trees; transfer: another instance prefills.
 """
 
 Configuration = Mapping[str, Any]
@@ -38,24 +38,32 @@ SIMPLEST: Configuration = {name: choices[0] for name, choices in DIMENSIONS.item
 
 
 def is_possible(configuration: Configuration) -> bool:
-    """Return False for what the engine refuses."""
+    """Return False for what the engine refuses. What is not chosen is the simplest."""
+    configuration = {**SIMPLEST, **configuration}
     mixed, chunk = configuration["mixed"], configuration["chunk"]
     if mixed and (chunk is None or configuration["transfer"]):
         return False
     return not (configuration["shape"] == "one node" and configuration["budget"])
 
 
-def cover(dimensions: Mapping[str, Sequence[Any]] = DIMENSIONS) -> list[Configuration]:
+def cover(
+    dimensions: Mapping[str, Sequence[Any]] = DIMENSIONS,
+    possible: Callable[[Configuration], bool] = is_possible,
+) -> list[Configuration]:
     """Return few configurations in which each possible pair of choices of two dimensions occurs.
 
     Greedy, the same ones each time: of all choices for a dimension the one that adds most pairs.
+
+    Args:
+        dimensions: the choices along each.
+        possible: says whether choices, some or all, go together.
     """
     names = list(dimensions)
     wanted = {
         pair
         for a, b in itertools.combinations(names, 2)
         for pair in (((a, x), (b, y)) for x in dimensions[a] for y in dimensions[b])
-        if is_possible({**SIMPLEST, **_enabling(dict(pair))})
+        if possible(_enabling(dict(pair)))
     }
     found: list[Configuration] = []
     while wanted:
@@ -64,8 +72,10 @@ def cover(dimensions: Mapping[str, Sequence[Any]] = DIMENSIONS) -> list[Configur
         for name in names:
             if name in chosen:
                 continue
-            best = max(dimensions[name], key=lambda each: _gain(wanted, {**chosen, name: each}))
-            chosen[name] = best
+            chosen[name] = max(
+                dimensions[name],
+                key=lambda each: _gain(wanted, {**chosen, name: each}, possible),
+            )
         chosen = {name: chosen[name] for name in names}
         found.append(chosen)
         wanted -= {pair for pair in wanted if all(chosen[n] == v for n, v in pair)}
@@ -79,8 +89,10 @@ def _enabling(chosen: dict[str, Any]) -> dict[str, Any]:
     return chosen
 
 
-def _gain(wanted: set[Any], chosen: Mapping[str, Any]) -> int:
-    if not is_possible({**SIMPLEST, **chosen}):
+def _gain(
+    wanted: set[Any], chosen: Mapping[str, Any], possible: Callable[[Configuration], bool]
+) -> int:
+    if not possible(chosen):
         return -1
     return sum(all(chosen.get(name) == value for name, value in pair) for pair in wanted)
 

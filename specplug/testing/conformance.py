@@ -24,7 +24,10 @@ class AlgorithmTests:
     model: ClassVar[str | Path | None] = None
     settings: ClassVar[Mapping[str, Any]] = {}
     accept_length: ClassVar[float | None] = None
+    reference: ClassVar[str | object | None] = None
     expected_failures: ClassVar[Mapping[str, str]] = {}
+    seed: ClassVar[int] = 0
+    quick: ClassVar[bool] = False
 
     @classmethod
     def subject(cls) -> Subject:
@@ -34,7 +37,10 @@ class AlgorithmTests:
             model=cls.model,
             settings=cls.settings,
             accept_length=cls.accept_length,
+            reference=cls.reference,
             expected_failures=cls.expected_failures,
+            seed=cls.seed,
+            quick=cls.quick,
         )
 
     def test_conforms(self, specplug_check: Check, specplug_laboratory: Laboratory) -> None:

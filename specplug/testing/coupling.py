@@ -116,7 +116,7 @@ class NoiseAsked:
 @check("blind.noise", "silver", "drafts of sampled requests use the noise of their positions")
 def noise(laboratory: Laboratory) -> str:
     """Sample so hot that the noise alone draws tokens: who has it draws the same ones."""
-    asked, recorder, prompts = NoiseAsked(), Recorder(), laboratory.prompts()[:4]
+    asked, recorder, prompts = NoiseAsked(), Recorder(), laboratory.prompts()[-4:]
     params = [
         attrs.evolve(each, temperature=HOT)
         for each in laboratory.params(len(prompts), sampled=True, max_tokens=16)
@@ -152,5 +152,7 @@ def noise(laboratory: Laboratory) -> str:
                 "asked for is not that of the token's position (batch.seq_lens + depth), or is of "
                 "other token ids"
             )
+    if not shares:
+        raise NotApplicable(f"{max(seen.values())} drafts whose texts the target took; it takes 8")
     shown_shares = ", ".join(f"{100 * share:.0f} %" for share in shares.values())
     return f"{shown_shares} drawn alike, of {100 * known:.0f} % that the draft's vocabulary has"

@@ -92,8 +92,8 @@ class EarnedGrade:
         missed: the checks that cost it, by id, and how: "failed", or "expected", which says that
             the author declares it.
         holder: what earned it.
-        settings: of the run, other than the defaults: "model", "draft",
-            "accept_length".
+        settings: of the run, other than the defaults: "model", "draft", "accept_length",
+            "reference", "seed".
     """
 
     grade: str | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -13,19 +14,32 @@ import attrs
 from specplug import LLM, SamplingParams, hookimpl
 from specplug.bench.dataset import HELD_OUT
 from specplug.debug import debug_checks
-from specplug.engine.scheduler import SchedulerConfig
+from specplug.engine.scheduler import Scheduler, SchedulerConfig
 from specplug.testing.configuration import SIMPLEST, Configuration
 from specplug.testing.subject import Subject
 
 if TYPE_CHECKING:
     from specplug import Batch, Draft
+    from specplug.engine.step_values import Decode
 
 ENDS = (24, 60, 90, 120, 160, 200)
 """Characters of the ends of held-out prompts that are completed. The first ones are short."""
 
+QUICK_ENDS = (24, 60, 120)
+
 MAX_TOKENS = 24
-SEED = 20
+QUICK_MAX_TOKENS = 12
+FIRST_SEED = 20
 """Of sampled requests, counted from here."""
+
+RETRACT_EVERY = 5
+"""Decode steps, of which one retracts a request, where pages are short."""
+
+MOST_RETRACTED = 2
+"""Times that a request is retracted so, so that it comes to its end."""
+
+LINES_A_SEED = 5
+"""How many held-out prompts further a seed begins than the one before it."""
 
 Key = tuple[tuple[int, ...], int]
 """A prompt, and the position of a root."""
@@ -65,6 +79,11 @@ class Drafted:
     def depth(self) -> int:
         """The distance of the deepest node from the root."""
         return max(map(len, self.paths), default=0)
+
+    def after(self, chain: Sequence[int]) -> frozenset[int]:
+        """Return the tokens that were drafted after a chain from the root."""
+        chain = tuple(chain)
+        return frozenset(path[-1] for path in self.paths if path[:-1] == chain)
 
     def follows(self, chain: Sequence[int]) -> bool:
         """Return whether the draft has a chain as far as it goes: where it leaves it, its node has
@@ -141,37 +160,55 @@ class Laboratory:
         self._plain: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}
         self._observed: dict[tuple[Any, ...], Observation] = {}
 
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of an output."""
+        return QUICK_MAX_TOKENS if self.subject.quick else MAX_TOKENS
+
     def prompts(self) -> list[str]:
         """Return the texts that are completed; two of them begin alike."""
-        lines = HELD_OUT.read_text().splitlines()
-        texts = [json.loads(line)["prompt"][-end:] for line, end in zip(lines, ENDS, strict=False)]
-        return [*texts, texts[-1][: len(texts[-1]) // 2]]
+        return _texts(self._lines(), QUICK_ENDS if self.subject.quick else ENDS)
+
+    def standard_prompts(self) -> list[str]:
+        """Return those of which accept lengths are declared, whatever the seed."""
+        return _texts(_held_out_lines(), ENDS)
 
     def held_out(self) -> list[str]:
         """Return more texts, of middle length."""
-        lines = HELD_OUT.read_text().splitlines()
-        return [json.loads(line)["prompt"][-200:] for line in lines[:64]]
+        return [json.loads(line)["prompt"][-200:] for line in self._lines()[:64]]
+
+    def _lines(self) -> Sequence[str]:
+        """Return the held-out prompts, beginning where the seed says."""
+        lines = _held_out_lines()
+        first = LINES_A_SEED * self.subject.seed % len(lines)
+        return [*lines[first:], *lines[:first]]
 
     def params(self, count: int, *, sampled: bool, max_tokens: int) -> list[SamplingParams]:
         """Return what is asked of each request: every other one is sampled, if any is."""
+        first = FIRST_SEED + 1000 * self.subject.seed
         return [
             SamplingParams(
                 max_tokens=max_tokens,
                 temperature=float(sampled and i % 2),
-                seed=SEED + i,
+                seed=first + i,
                 ignore_eos=True,
             )
             for i in range(count)
         ]
 
     def plain(
-        self, prompts: Sequence[Any] | None = None, *, sampled: bool, max_tokens: int = MAX_TOKENS
+        self,
+        prompts: Sequence[Any] | None = None,
+        *,
+        sampled: bool,
+        max_tokens: int | None = None,
     ) -> list[tuple[int, ...]]:
         """Return the tokens of plain decoding in the simplest configuration."""
         texts = self.prompts() if prompts is None else list(prompts)
+        max_tokens = self.max_tokens if max_tokens is None else max_tokens
         key = (repr(texts), sampled, max_tokens)
         if key not in self._plain:
-            with LLM(self.subject.model, warm_up="off") as llm:
+            with LLM(self.subject.model, warm_up="off", **self._of_target()) as llm:
                 params = self.params(len(texts), sampled=sampled, max_tokens=max_tokens)
                 self._plain[key] = [each.token_ids for each in llm.generate(texts, params)]
         return self._plain[key]
@@ -182,7 +219,7 @@ class Laboratory:
         prompts: Sequence[Any] | None = None,
         *,
         sampled: bool = False,
-        max_tokens: int = MAX_TOKENS,
+        max_tokens: int | None = None,
     ) -> Observation:
         """Complete prompts under the algorithm; the same run is not repeated.
 
@@ -191,14 +228,12 @@ class Laboratory:
             AssertionError: pages of the pool were lost.
         """
         texts = self.prompts() if prompts is None else list(prompts)
+        max_tokens = self.max_tokens if max_tokens is None else max_tokens
         key = (tuple(configuration.items()), repr(texts), sampled, max_tokens)
         if key not in self._observed:
             recorder = Recorder()
             params = self.params(len(texts), sampled=sampled, max_tokens=max_tokens)
-            with (
-                self.engine(configuration, extensions=[recorder], texts=texts) as llm,
-                _budgets_drawn(configuration["budget"]),
-            ):
+            with self.engine(configuration, extensions=[recorder], texts=texts) as llm:
                 for _ in range(1 + configuration["cache"]):  # once more, from the cache
                     tokens = [output.token_ids for output in llm.generate(texts, params)]
                     llm.check_pool()
@@ -221,8 +256,18 @@ class Laboratory:
             settings: of ``LLM``, over all others.
         """
         chosen = {**self._settings(configuration, texts), **settings}
-        with debug_checks(), LLM(self.subject.model, warm_up="off", **chosen) as llm:
+        with (
+            debug_checks(),
+            _budgets_drawn(configuration["budget"], self.subject.seed),
+            _retractions_drawn(configuration["pressure"], self.subject.seed),
+            LLM(self.subject.model, warm_up="off", **chosen) as llm,
+        ):
             yield llm
+
+    def _of_target(self) -> dict[str, Any]:
+        """Return the settings that are not the algorithm's: plain decoding runs with them too."""
+        settings = self.subject.settings
+        return {k: v for k, v in settings.items() if not k.startswith("speculative_")}
 
     def _settings(self, configuration: Configuration, texts: Sequence[Any]) -> dict[str, Any]:
         chunk = configuration["chunk"]
@@ -237,12 +282,15 @@ class Laboratory:
             **self._shape(configuration["shape"]),
         }
         if configuration["pressure"]:
-            # A token has two characters or more, so two requests find room, and hardly a third.
+            # A token has two characters or more, three in the mean: the longest request finds room,
+            # and all of them together do not.
             longest = max((len(text) for text in texts), default=0)
-            settings["max_total_tokens"] = 2 * (longest // 2 + MAX_TOKENS) + 16
+            every = sum(len(text) // 3 + self.max_tokens for text in texts)
+            settings["max_total_tokens"] = max(longest // 2 + self.max_tokens + 16, every * 3 // 5)
         if configuration["transfer"]:
             settings["disaggregation"] = "both"
-        return {**settings, **self.subject.settings}
+        declared = self.subject.selected.info.conformance.settings
+        return {**settings, **declared, **self.subject.settings}
 
     def _shape(self, shape: str) -> dict[str, Any]:
         branches = self.subject.selected.info.capabilities.branching
@@ -259,13 +307,23 @@ class Laboratory:
         }
 
 
+def _held_out_lines() -> list[str]:
+    return HELD_OUT.read_text("utf-8").splitlines()
+
+
+def _texts(lines: Sequence[str], ends: Sequence[int]) -> list[str]:
+    """Return ends of prompts, each of so many characters, and the first half of the last one."""
+    texts = [json.loads(line)["prompt"][-end:] for line, end in zip(lines, ends, strict=False)]
+    return [*texts, texts[-1][: len(texts[-1]) // 2]]
+
+
 @contextmanager
-def _budgets_drawn(drawn: bool) -> Iterator[None]:
+def _budgets_drawn(drawn: bool, seed: int) -> Iterator[None]:
     """Let each step verify a number of nodes that is drawn: all of one, or one a request."""
     if not drawn:
         yield
         return
-    inner, dice = SchedulerConfig.budget_for, Random(0)
+    inner, dice = SchedulerConfig.budget_for, Random(seed)
 
     def budget_for(self: SchedulerConfig, bs: int) -> int | None:
         return dice.choice([None, bs, 2 * bs, bs + dice.randrange(8 * bs)])
@@ -275,3 +333,25 @@ def _budgets_drawn(drawn: bool) -> Iterator[None]:
         yield
     finally:
         SchedulerConfig.budget_for = inner  # type: ignore[method-assign]
+
+
+@contextmanager
+def _retractions_drawn(drawn: bool, seed: int) -> Iterator[None]:
+    """Let a request be retracted now and then, as one is whose pages another one needs: short
+    outputs rarely outgrow a pool by themselves."""
+    if not drawn:
+        yield
+        return
+    inner, dice, steps = Scheduler._schedule_decode, Random(seed), count(1)
+
+    def schedule_decode(self: Scheduler) -> Decode | None:
+        able = [r for r in self.running if r.may_decode and r.times_retracted < MOST_RETRACTED]
+        if next(steps) % RETRACT_EVERY == 0 and able:
+            self.retract(dice.choice(able))
+        return inner(self)
+
+    Scheduler._schedule_decode = schedule_decode  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Scheduler._schedule_decode = inner  # type: ignore[method-assign]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--specplug`` and ``--specplug-check``."""
+    """Add ``--specplug`` and what goes with it."""
     group = parser.getgroup("specplug", "conformance of speculative-decoding algorithms")
     group.addoption(
         "--specplug",
@@ -32,6 +32,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=[],
         metavar="ID",
         help="run these checks of the kit alone",
+    )
+    group.addoption(
+        "--specplug-seed",
+        type=int,
+        metavar="N",
+        help="choose texts, budgets and what is sampled by this seed",
     )
 
 
@@ -82,10 +88,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="class")
 def specplug_laboratory(request: pytest.FixtureRequest) -> Laboratory:
     """What runs the engines of a class's algorithm; its runs are shared by the checks."""
+    import attrs
+
     from specplug.testing.kit import refuse_unknown
     from specplug.testing.laboratory import Laboratory
 
     kind: Any = request.cls
     subject = kind.subject()
+    seed = request.config.getoption("--specplug-seed")
+    if seed is not None:
+        subject = attrs.evolve(subject, seed=seed)
     refuse_unknown(subject.expected_failures)
     return Laboratory(subject)

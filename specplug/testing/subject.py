@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+from attrs.validators import ge, instance_of
 
+from specplug.algorithm import find_model, shipped_name
 from specplug.errors import UsageError
 from specplug.registry import Registry, SelectedAlgorithm
 
@@ -27,9 +29,17 @@ class Subject:
     Attributes:
         algorithm: its name as users type it, or a plugin object.
         model: the target; None: the default model.
-        settings: of ``LLM``, for each run: the draft weights, the shape of drafts, and so on.
-        accept_length: tokens a verification that it is known to reach, on the kit's prompts, under
-            its defaults; None: nothing is known.
+        settings: of ``LLM``, for each run: the draft weights, the shape of drafts, and so on. They
+            go over those that the plugin declares (``AlgorithmInfo.conformance``).
+        accept_length: tokens a verification that it is known to reach, on the kit's prompts; None:
+            what the plugin declares (``AlgorithmInfo.conformance``), if neither weights nor the
+            shape of drafts are other ones.
+        reference: another algorithm, a name or a plugin object, whose drafts are known to be as
+            good as published; it is measured beside this one, with the same settings.
+        seed: chooses texts, budgets and the seeds of sampled requests. 0: the texts of which accept
+            lengths are declared.
+        quick: few texts and short outputs, in all configurations, and no measurements: a suite of
+            tests that runs often. It earns no grade.
         expected_failures: by the id of a check, why it fails. One that passes all the same is a
             failure: what is declared must be true.
     """
@@ -38,7 +48,20 @@ class Subject:
     model: str | Path | None = None
     settings: Mapping[str, Any] = attrs.field(factory=dict)
     accept_length: float | None = None
+    reference: str | object | None = None
+    seed: int = attrs.field(default=0, validator=[instance_of(int), ge(0)])
+    quick: bool = False
     expected_failures: Mapping[str, str] = attrs.field(factory=dict, validator=_known_checks)
+
+    @property
+    def declared_accept_length(self) -> float | None:
+        """Tokens a verification that are expected of it; None: nothing is known."""
+        if self.accept_length is not None:
+            return self.accept_length
+        if any(name.startswith("speculative_") for name in self.settings):
+            return None
+        published = self.selected.info.conformance.accept_lengths
+        return published.get(shipped_name(find_model(self.model)))
 
     @property
     def selected(self) -> SelectedAlgorithm:

@@ -9,6 +9,7 @@ from typing import Literal
 import attrs
 
 from specplug.errors import SpecplugError
+from specplug.testing import kit
 from specplug.testing.check import GRADES, Check, Failure, Grade, NotApplicable
 from specplug.testing.laboratory import Laboratory
 
@@ -68,14 +69,37 @@ def _run(check: Check, laboratory: Laboratory) -> tuple[Status, str]:
 
 
 def grade_of(verdicts: Sequence[Verdict]) -> Grade | None:
-    """Return the highest grade of which no check is wrong, nor of those below; None: none.
+    """Return the highest grade of which all checks ran and none is wrong, nor of those below; None:
+    none.
 
     What is declared as an expected failure costs its grade.
     """
+    return _grade_and_why(verdicts)[0]
+
+
+def told_grade(verdicts: Sequence[Verdict]) -> str:
+    """Return the grade in words, and which one is not known since not all its checks ran."""
+    reached, unknown = _grade_and_why(verdicts)
+    if not unknown:
+        return reached or "none"
+    return f"{reached}; {unknown}" if reached else f"not known: {unknown}"
+
+
+def _grade_and_why(verdicts: Sequence[Verdict]) -> tuple[Grade | None, str]:
+    """Return the grade; and how many checks of the next one ran, if none of these is wrong."""
     reached: Grade | None = None
     for grade in GRADES:
-        of_grade = [v for v in verdicts if v.check.grade == grade]
-        if any(v.is_wrong or v.status == "expected" for v in of_grade):
-            break
+        ran = [v for v in verdicts if v.check.grade == grade]
+        if any(v.is_wrong or v.status == "expected" for v in ran):
+            return reached, ""
+        count = sum(check.grade == grade for check in kit.all_checks())
+        if count > len(ran):
+            return reached, f"{len(ran)} of {count} {grade} checks ran"
         reached = grade
-    return reached
+    return reached, ""
+
+
+def checks_left_out(verdicts: Sequence[Verdict]) -> list[str]:
+    """Return the ids of the kit's checks that did not run."""
+    ran = {verdict.check.id for verdict in verdicts}
+    return [check.id for check in kit.all_checks() if check.id not in ran]

@@ -100,6 +100,7 @@ def test_json(full):
         },
         "defaults": {"num_steps": 3, "topk": 2, "num_draft_tokens": None},
         "draft_lookahead": None,
+        "accept_lengths": {},
         "settings": {"full_depth": {"option": "--full-depth", "help": "Depth."}},
         "hooks": {
             "implemented": [

@@ -104,7 +104,11 @@ def test_check_keeps_grade_once_all_checks_ran(
     assert CliRunner().invoke(check, ["ngram"]).exit_code == 0
     earned = earned_by("NGRAM")
     assert earned is not None
-    assert (earned.grade, earned.missed) == ("gold", {})
+    assert (earned.grade, earned.missed, earned.settings) == ("gold", {}, {})
+    assert CliRunner().invoke(check, ["ngram", "--seed", "2"]).exit_code == 0
+    earned = earned_by("NGRAM")
+    assert earned is not None
+    assert earned.settings == {"seed": "2"}
 
 
 def test_check_tells_where_grade_cannot_be_kept(

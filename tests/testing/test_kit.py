@@ -10,29 +10,38 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
-from mutants import HookMisspelt, Item, WithEagle3
+from mutants import HookMisspelt, Item, NoFinalNorm, WithEagle3
+from shallow_target import ShallowTarget
 
 import specplug
+from specplug import Batch, Draft, DraftInput
 from specplug.cli.check import declared
 from specplug.errors import UsageError
-from specplug.testing import Failure, NotApplicable, Subject, all_checks
+from specplug.registry import Registry
+from specplug.testing import Failure, NotApplicable, Subject, all_checks, kit
 from specplug.testing.check import PAGE, Check
 from specplug.testing.configuration import DIMENSIONS, SIMPLEST, cover, is_possible, smallest
 from specplug.testing.kit import checks_named, refuse_unknown
 from specplug.testing.laboratory import Drafted, Laboratory
-from specplug.testing.verdict import Verdict, grade_of, judge
+from specplug.testing.verdict import Verdict, grade_of, judge, told_grade
+from specplug_eagle3.worker import Eagle3Worker
 
 REPOSITORY = Path(specplug.__file__).parents[1]
-RIGHT = "EAGLE3", "STANDALONE", "NGRAM", "DFLASH"
-QUICK = "conduct.waits", "conduct.lifetime", "conduct.state", "blind.noise", "blind.reference"
 
 
-@pytest.mark.parametrize("name", RIGHT)
-def test_right_plugin_gives_no_failure(name: str) -> None:
-    laboratory = Laboratory(Subject(algorithm=name))
-    verdicts = [judge(check, laboratory) for check in checks_named(QUICK)]
-    assert [verdict.told for verdict in verdicts if verdict.is_wrong] == []
+class RootsAlone(Eagle3Worker):
+    """Drafts nothing, against what it declares."""
+
+    def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
+        return Draft.chain(draft_input.bonus_tokens.unsqueeze(1))
+
+
+def test_every_built_in_algorithm_has_the_kit_in_its_suite() -> None:
+    suites = REPOSITORY.glob("plugins/*/tests/test_conformance.py")
+    named = {re.findall(r'algorithm = "(.+)"', path.read_text())[0] for path in suites}
+    assert named == set(Registry().names()) - {"NONE"}
 
 
 def test_every_check_has_its_section() -> None:
@@ -94,11 +103,24 @@ def test_check_that_raises_anything_is_a_failure() -> None:
     assert PAGE in verdict.told
 
 
-def test_grade_ends_below_a_failure() -> None:
+def test_grade_ends_below_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kit, "all_checks", lambda: [_check(None)])
     passed, failed, other = _judged(None), _judged(Failure("")), _judged(NotApplicable(""))
     assert grade_of([passed]) == "gold"
     assert grade_of([passed, failed]) == "bronze"
     assert grade_of([other]) == "gold"
+
+
+def test_grade_needs_all_checks_of_it() -> None:
+    bronze, silver = (
+        [Verdict(check, "passed", "", 0.0) for check in all_checks() if check.grade == grade]
+        for grade in ("bronze", "silver")
+    )
+    assert grade_of(bronze) == "bronze"
+    assert told_grade(bronze) == f"bronze; 0 of {len(silver)} silver checks ran"
+    assert grade_of([*bronze[1:], *silver]) is None
+    assert grade_of([*bronze, *silver[1:]]) == "bronze"
+    assert grade_of([*bronze, *silver]) == "silver"
 
 
 def test_unknown_check_is_refused_with_the_nearest() -> None:
@@ -140,6 +162,62 @@ def test_draft_follows_a_chain_to_its_leaves(
     assert Drafted(tokens=(4, 5, 6), parents=parents).follows(chain) is follows
 
 
+def _acceptance(algorithm: object) -> Verdict:
+    return judge(checks_named(["gold.acceptance"])[0], Laboratory(Subject(algorithm=algorithm)))
+
+
+def test_acceptance_of_no_drafts_is_not_applicable() -> None:
+    verdict = _acceptance("NONE")
+    assert verdict.status == "not applicable"
+    assert "num_draft_tokens=1" in verdict.told
+
+
+def test_acceptance_without_drafts_fails() -> None:
+    verdict = _acceptance(WithEagle3(RootsAlone))
+    assert verdict.status == "failed"
+    assert "nothing was drafted" in verdict.told
+
+
+def test_accept_length_is_that_which_the_plugin_declares() -> None:
+    published = Registry().select("EAGLE3").info.conformance.accept_lengths["tiny-code"]
+    assert Subject(algorithm="EAGLE3").declared_accept_length == published
+    assert Subject(algorithm="EAGLE3", accept_length=3.0).declared_accept_length == 3.0
+    # Of other weights, another shape or another model it says nothing.
+    assert Subject(algorithm="EAGLE3", model="other").declared_accept_length is None
+    settings = {"speculative_num_steps": 2}
+    assert Subject(algorithm="EAGLE3", settings=settings).declared_accept_length is None
+
+
+def test_right_plugin_has_the_declared_accept_length() -> None:
+    told = _acceptance("NGRAM")
+    assert told.status == "passed"
+    assert re.fullmatch(r"2\.\d\d tokens a verification, 2\.47 declared", told.told)
+
+
+def test_accept_length_below_the_references_fails() -> None:
+    subject = Subject(algorithm=WithEagle3(NoFinalNorm), reference="EAGLE3")
+    verdict = judge(checks_named(["gold.acceptance"])[0], Laboratory(subject))
+    assert verdict.status == "failed"
+    assert re.search(r"\d\.\d\d tokens a .* the reference EAGLE3 has \d\.\d\d here", verdict.told)
+    right = attrs.evolve(subject, algorithm=WithEagle3())
+    verdict = judge(checks_named(["gold.acceptance"])[0], Laboratory(right))
+    assert verdict.status == "passed"
+    assert "the reference EAGLE3 has" in verdict.told
+
+
+def test_declared_settings_make_a_plugin_draft() -> None:
+    laboratory = Laboratory(Subject(algorithm="SPARSE_SELF"))
+    assert any(laboratory.observe(prompts=laboratory.prompts()[3:4]).drafts.values())
+    settings = {"speculative_settings": {"sparse_self_tokens": 400}}
+    laboratory = Laboratory(Subject(algorithm="SPARSE_SELF", settings=settings))
+    assert not any(laboratory.observe(prompts=laboratory.prompts()[3:4]).drafts.values())
+
+
+def test_joined_algorithm_has_the_settings_of_the_first() -> None:
+    joined = Subject(algorithm="SPARSE_SELF+NGRAM").selected.info.conformance
+    assert joined.settings == {"speculative_settings": {"sparse_self_tokens": 40}}
+
+
 def test_read_is_told_with_its_line() -> None:
     laboratory = Laboratory(Subject(algorithm=WithEagle3(Item)))
     verdict = judge(checks_named(["conduct.waits"])[0], laboratory)
@@ -156,6 +234,7 @@ def test_import_of_torch_at_the_top_is_found(plugin_folder: Any) -> None:
     done = plugin_folder.specplug("check", "HEAVY", "--only", "form.listing")
     assert done.returncode == 1
     assert "imports torch at its top" in done.stderr
+    assert done.stderr.splitlines()[-1] == f"See {PAGE}#formlisting"
 
 
 def test_check_prints_table_and_grade(plugin_folder: Any) -> None:
@@ -164,7 +243,7 @@ def test_check_prints_table_and_grade(plugin_folder: Any) -> None:
     assert "form.listing" in done.stdout
     assert "conduct.waits" in done.stdout
     assert "no read" in done.stdout
-    assert "grade: gold" in done.stdout
+    assert "grade: not known: 2 of 4 bronze checks ran" in done.stdout
 
 
 def test_check_prints_json(plugin_folder: Any) -> None:
@@ -173,12 +252,23 @@ def test_check_prints_json(plugin_folder: Any) -> None:
     assert told["algorithm"] == "NGRAM"
     assert told["kit_version"] >= 1
     assert {check["status"] for check in told["checks"]} == {"passed"}
+    assert told["grade"] is None
+    assert "exact.tokens" in told["checks_left_out"]
 
 
 def test_pytest_checks_a_name_in_an_empty_folder(plugin_folder: Any) -> None:
     installed = "specplug" in entry_points(group="pytest11").names
     loaded = [] if installed else ["-p", "specplug.testing.pytest_plugin"]
-    command = [*loaded, "--specplug", "NGRAM", "--specplug-check", "form", "-v"]
+    command = [
+        *loaded,
+        "--specplug",
+        "NGRAM",
+        "--specplug-check",
+        "form",
+        "--specplug-seed",
+        "3",
+        "-v",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *command],
         cwd=plugin_folder.path,
@@ -226,3 +316,34 @@ def test_declared_failure_without_sense_is_refused(given: list[str], told: str) 
 def test_declared_failure_of_no_check_is_refused() -> None:
     with pytest.raises(UsageError, match=r"did you mean form\.hooks"):
         refuse_unknown({"form.hook": "none"})
+
+
+def test_seed_changes_texts_but_not_the_standard_ones() -> None:
+    first, other = (Laboratory(Subject(algorithm="NGRAM", seed=seed)) for seed in (0, 1))
+    assert set(first.prompts()).isdisjoint(other.prompts())
+    assert first.standard_prompts() == other.standard_prompts() == first.prompts()
+    seeds = [each.params(1, sampled=True, max_tokens=1)[0].seed for each in (first, other)]
+    assert seeds[0] != seeds[1]
+
+
+def test_quick_run_measures_nothing() -> None:
+    laboratory = Laboratory(Subject(algorithm="NGRAM", quick=True))
+    assert len(laboratory.prompts()) == 4
+    verdicts = [judge(check, laboratory) for check in checks_named(["gold"])]
+    assert {verdict.told for verdict in verdicts} == {"nothing is measured in a quick run"}
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_pressure_retracts_requests(shallow: ShallowTarget, quick: bool) -> None:
+    settings = shallow.options("NGRAM")
+    model, algorithm = settings.pop("model"), settings.pop("speculative_algorithm")
+    subject = Subject(algorithm=algorithm, model=model, settings=settings, quick=quick)
+    laboratory = Laboratory(subject)
+    texts = laboratory.prompts()
+    configuration = {**SIMPLEST, "batch": 3, "pressure": True}
+    with laboratory.engine(configuration, texts=texts) as llm:
+        llm.generate(texts, laboratory.params(len(texts), sampled=False, max_tokens=12))
+        assert llm.stats()["retractions"] > 0
+    with laboratory.engine({**SIMPLEST, "batch": 3}) as llm:
+        llm.generate(texts, laboratory.params(len(texts), sampled=False, max_tokens=12))
+        assert llm.stats()["retractions"] == 0

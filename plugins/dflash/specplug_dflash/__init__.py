@@ -12,6 +12,7 @@ from specplug import (
     DEFAULT_MODEL,
     AlgorithmInfo,
     Capabilities,
+    Conformance,
     Defaults,
     DraftModelAlgorithm,
     SpecConfig,
@@ -40,6 +41,7 @@ class DFlash(DraftModelAlgorithm):
             defaults=Defaults(num_steps=7, topk=1, num_draft_tokens=8),
             paper="https://arxiv.org/abs/2602.06036",
             weights={DEFAULT_MODEL: WEIGHTS / "tiny_code"},
+            conformance=Conformance(accept_lengths={DEFAULT_MODEL: 4.26}),
             # The context's keys and values depend on the target's features alone.
             draft_lookahead=0,
         )

@@ -142,8 +142,7 @@ def test_drafts_are_the_path_expected_furthest(
         assert scores[1:].tolist() == pytest.approx(each, abs=1e-4)
 
 
-@pytest.mark.parametrize("topk", [1, 3])
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("topk", "overlap"), [(1, True), (3, False)])
 def test_tokens_are_those_of_none(
     target: Path,
     prompts: list[list[int]],

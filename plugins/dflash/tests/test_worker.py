@@ -430,24 +430,6 @@ def test_biases_are_used(target: Path, prompts: list[list[int]], write_draft: Wr
     assert_drafts(spy, texts, Reference(draft, target), 5)
 
 
-def test_chunked_prefill_leaves_the_same_drafts(
-    target: Path, prompts: list[list[int]], write_draft: Write
-) -> None:
-    draft, params = write_draft(), SamplingParams(max_tokens=8)
-    drafts = []
-    for chunk in (None, 1, 8):
-        spy, _ = run(
-            target,
-            draft,
-            prompts[4:],
-            params,
-            speculative_num_steps=5,
-            chunked_prefill_size=chunk,
-        )
-        drafts.append([entry[:3] for entry in spy.drafts])
-    assert drafts[0] == drafts[1] == drafts[2]
-
-
 def test_a_root_alone_is_legal(target: Path, prompts: list[list[int]], write_draft: Write) -> None:
     params = SamplingParams(max_tokens=4, temperature=1.0, seed=1)
     spy, _ = run(target, write_draft(), prompts[:2], params, speculative_num_draft_tokens=1)

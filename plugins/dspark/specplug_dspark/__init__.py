@@ -12,6 +12,7 @@ from specplug import (
     DEFAULT_MODEL,
     AlgorithmInfo,
     Capabilities,
+    Conformance,
     Defaults,
     SpecConfig,
     hookimpl,
@@ -39,6 +40,7 @@ class DSpark(DFlash):
             defaults=Defaults(num_steps=7, topk=1, num_draft_tokens=8),
             paper="https://arxiv.org/abs/2607.05147",
             weights={DEFAULT_MODEL: WEIGHTS / "tiny_code"},
+            conformance=Conformance(accept_lengths={DEFAULT_MODEL: 4.64}),
             # The context's keys and values depend on the target's features alone.
             draft_lookahead=0,
         )

@@ -422,12 +422,16 @@ def test_without_a_markov_head_blocks_are_dflashs(
             assert scores[i].tolist() == pytest.approx(wanted, rel=1e-5, abs=1e-5)
 
 
-@pytest.mark.parametrize(("head", "topk"), [*zip(TYPES, (1, 1, 1), strict=True), ("rnn", 3)])
-@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(
-    ("page_size", "chunk", "slots"), [(1, None, None), (16, 8, None), (1, None, 90)]
+    ("head", "topk", "overlap", "page_size", "chunk", "slots"),
+    [
+        ("vanilla", 1, True, 16, 8, None),
+        ("gated", 1, False, 1, None, 90),
+        ("rnn", 1, True, 1, None, 90),
+        ("rnn", 3, False, 16, 8, None),
+    ],
 )
-def test_tokens_are_those_of_none(
+def test_tokens_of_each_head_are_those_of_none(
     target: Path,
     prompts: list[list[int]],
     expected: Tokens,

@@ -206,15 +206,3 @@ def test_tree_is_that_of_the_plain_network(
     for root, drafted, parents in spy.drafts[:4]:
         expected = reference.tree(tokens[: root + 1], topk, steps, nodes)
         assert paths(drafted, parents) == expected
-
-
-def test_chunked_prefill_leaves_the_same_drafts(
-    target: Path, prompts: list[list[int]], write_draft: Callable[..., Path]
-) -> None:
-    draft = write_draft()
-    whole, _ = run(target, draft, prompts[4], speculative_num_steps=5)
-    for chunk in (1, 8):
-        chunked, _ = run(
-            target, draft, prompts[4], speculative_num_steps=5, chunked_prefill_size=chunk
-        )
-        assert chunked.drafts == whole.drafts

@@ -12,6 +12,7 @@ from specplug import (
     DEFAULT_MODEL,
     AlgorithmInfo,
     Capabilities,
+    Conformance,
     Defaults,
     DraftModelAlgorithm,
     SpecConfig,
@@ -38,6 +39,7 @@ class Eagle3(DraftModelAlgorithm):
             defaults=Defaults(num_steps=5, topk=1, num_draft_tokens=6),
             paper="https://arxiv.org/abs/2503.01840",
             weights={DEFAULT_MODEL: WEIGHTS / "tiny_code"},
+            conformance=Conformance(accept_lengths={DEFAULT_MODEL: 4.17}),
         )
 
     @hookimpl

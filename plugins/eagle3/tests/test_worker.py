@@ -383,15 +383,3 @@ def test_tree_in_a_short_pool_is_no_worse_than_a_chain() -> None:
             llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
             found[topk] = llm.stats()["mean_accept_length"]
     assert found[8] > found[1], found
-
-
-def test_chunked_prefill_leaves_the_same_drafts(
-    target: Path, prompts: list[list[int]], write_draft: Callable[..., Path]
-) -> None:
-    draft = write_draft()
-    whole, _ = run(target, draft, prompts[4], speculative_num_steps=5)
-    for chunk in (1, 8):
-        chunked, _ = run(
-            target, draft, prompts[4], speculative_num_steps=5, chunked_prefill_size=chunk
-        )
-        assert chunked.drafts == whole.drafts

@@ -14,6 +14,7 @@ from specplug import (
     DEFAULT_MODEL,
     AlgorithmInfo,
     Capabilities,
+    Conformance,
     Defaults,
     DraftModelAlgorithm,
     SpecConfig,
@@ -40,6 +41,7 @@ class MultiLayerEagle(DraftModelAlgorithm):
             defaults=Defaults(num_steps=5),
             paper="https://arxiv.org/abs/2412.19437",
             weights={DEFAULT_MODEL: WEIGHTS / "tiny_code"},
+            conformance=Conformance(accept_lengths={DEFAULT_MODEL: 4.21}),
         )
 
     @hookimpl

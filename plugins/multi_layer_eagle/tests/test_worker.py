@@ -465,17 +465,6 @@ def test_overlap_drafts_the_same(
     assert_drafts(spy, Reference(draft, target), 0.0)
 
 
-def test_chunked_prefill_leaves_the_same_drafts(
-    target: Path, prompts: list[list[int]], write_draft: Write
-) -> None:
-    draft = write_draft()
-    for prompt in prompts:
-        whole = run(target, draft, [prompt])
-        for chunk in (1, 3, 8):
-            chunked = run(target, draft, [prompt], chunked_prefill_size=chunk)
-            assert [step.chain for step in chunked.steps] == [step.chain for step in whole.steps]
-
-
 def test_tails_of_a_chunk_are_the_next_prompt_tokens(
     target: Path, prompts: list[list[int]], write_draft: Write
 ) -> None:

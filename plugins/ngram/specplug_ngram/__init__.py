@@ -12,7 +12,15 @@ from __future__ import annotations
 from itertools import compress
 from typing import TYPE_CHECKING
 
-from specplug import AlgorithmInfo, Capabilities, Defaults, SpecConfig, hookimpl
+from specplug import (
+    DEFAULT_MODEL,
+    AlgorithmInfo,
+    Capabilities,
+    Conformance,
+    Defaults,
+    SpecConfig,
+    hookimpl,
+)
 from specplug_ngram.config import NgramSettings
 from specplug_ngram.corpus import check_corpus, read_corpus
 
@@ -38,6 +46,7 @@ class Ngram:
             defaults=Defaults(num_steps=7, topk=1, num_draft_tokens=8),
             paper="https://arxiv.org/abs/2411.04975",
             settings=NgramSettings,
+            conformance=Conformance(accept_lengths={DEFAULT_MODEL: 2.47}),
         )
 
     @hookimpl

@@ -93,32 +93,6 @@ def plain(generate: Generate) -> Tokens:
     return tuple(output.token_ids for output in outputs)
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain loop"])
-@pytest.mark.parametrize("chunk", [None, 8])
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("num_steps", [1, 4])
-@pytest.mark.parametrize("topk", [1, 4])
-def test_output_is_that_of_none(
-    topk: int,
-    num_steps: int,
-    page_size: int,
-    chunk: int | None,
-    overlap: bool,
-    generate: Generate,
-    plain: Tokens,
-) -> None:
-    outputs = generate(
-        speculative_eagle_topk=topk,
-        speculative_num_steps=num_steps,
-        page_size=page_size,
-        chunked_prefill_size=chunk,
-        disable_overlap_schedule=not overlap,
-        max_running_requests=3,
-    )
-    assert tuple(output.token_ids for output in outputs) == plain
-    assert max(n for output in outputs for n in output.accept_lens) == num_steps + 1
-
-
 @pytest.mark.parametrize("nodes", [1, 2, 3, 6, 40])
 @pytest.mark.parametrize("topk", [1, 4])
 def test_any_number_of_nodes_will_do(

@@ -52,23 +52,6 @@ def plain(shallow: ShallowTarget) -> dict[str, Outputs]:
     return _tokens(_generate(LLM(**shallow.options("NONE"), dtype="float64")))
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain loop"])
-@pytest.mark.parametrize("rows", [1, 5])
-def test_output_is_that_of_none(
-    rows: int, overlap: bool, shallow: ShallowTarget, plain: dict[str, Outputs]
-) -> None:
-    outputs = _generate(
-        LLM(
-            **shallow.options("NGRAM"),
-            dtype="float64",
-            disable_overlap_schedule=not overlap,
-            max_running_requests=rows,
-        )
-    )
-    assert _tokens(outputs) == plain
-    assert max(n for of in outputs.values() for output in of for n in output.accept_lens) > 2
-
-
 def test_trees_give_the_output_of_none(shallow: ShallowTarget, plain: dict[str, Outputs]) -> None:
     outputs = _generate(
         LLM(

@@ -14,6 +14,7 @@ from specplug import (
     DEFAULT_MODEL,
     AlgorithmInfo,
     Capabilities,
+    Conformance,
     Defaults,
     SpecConfig,
     hookimpl,
@@ -40,6 +41,7 @@ class PEagle(Eagle3):
             defaults=Defaults(num_steps=7, topk=1, num_draft_tokens=8),
             paper="https://arxiv.org/abs/2602.01469",
             weights={DEFAULT_MODEL: WEIGHTS / "tiny_code"},
+            conformance=Conformance(accept_lengths={DEFAULT_MODEL: 3.81}),
         )
 
     @hookimpl

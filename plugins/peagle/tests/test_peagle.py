@@ -386,42 +386,6 @@ def test_drafts_are_those_of_the_plain_network(
     assert {tuple(rows) for rows in spy.passes} == {(steps - 1,)}
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 2), (1, 2, 3), (1, 5, 6), (3, 1, 3), (3, 4, 8)], ids=str)
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize(
-    ("page_size", "chunk", "slots"), [(1, None, None), (16, 8, None), (3, 5, None), (1, None, 90)]
-)
-def test_tokens_are_those_of_none(
-    target: Path,
-    prompts: list[list[int]],
-    expected: Tokens,
-    tmp_path: Path,
-    shape: tuple[int, int, int],
-    overlap: bool,
-    page_size: int,
-    chunk: int | None,
-    slots: int | None,
-) -> None:
-    """Also where the pool is short, so that drafts are cut and requests retracted."""
-    write(tmp_path)
-    topk, steps, nodes = shape
-    with load(
-        target,
-        tmp_path,
-        speculative_eagle_topk=topk,
-        speculative_num_steps=steps,
-        speculative_num_draft_tokens=nodes,
-        disable_overlap_schedule=not overlap,
-        page_size=page_size,
-        chunked_prefill_size=chunk,
-        max_total_tokens=slots,
-        max_running_requests=3,
-    ) as llm:
-        assert tokens_of(llm, prompts) == expected
-        llm.check_pool()
-        assert llm.stats()["mean_accept_length"] > 1.02
-
-
 def test_nodes_may_be_fewer_than_steps(
     target: Path, prompts: list[list[int]], expected: Tokens, tmp_path: Path
 ) -> None:

@@ -11,8 +11,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specplug import (
+    DEFAULT_MODEL,
     AlgorithmInfo,
     Capabilities,
+    Conformance,
     Defaults,
     DraftModelAlgorithm,
     SpecConfig,
@@ -52,6 +54,12 @@ class SparseSelf(DraftModelAlgorithm):
             defaults=Defaults(num_steps=4, topk=1, num_draft_tokens=5),
             paper="https://arxiv.org/abs/2602.07223",
             settings=SparseSelfSettings,
+            # Shorter contexts are not drafted. So many tokens are the first and the last ones, and
+            # a page between them.
+            conformance=Conformance(
+                settings={"speculative_settings": {"sparse_self_tokens": 40}},
+                accept_lengths={DEFAULT_MODEL: 2.79},
+            ),
         )
 
     @hookimpl

@@ -43,31 +43,30 @@ def expected(target: Path, prompts: list[list[int]]) -> Tokens:
     return plain_tokens(target, prompts)
 
 
+KINDS = "small", "last token", "pages", "window"
 TREE = {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 9}
 
 
-@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(
-    "view", [SMALL, View(0, 1, 0, 1), View(3, 0, 5, 1), View(2, 20, 2, 16)], ids=str
-)
-@pytest.mark.parametrize(
-    ("page_size", "chunk", "slots", "more"),
+    ("view", "overlap", "page_size", "chunk", "slots", "more"),
     [
-        (1, None, None, {}),
-        (16, 8, None, {"enable_mixed_chunk": True}),
-        (1, None, 90, {}),
-        (3, None, None, {"disaggregation": "both"}),
-        (1, None, 90, TREE),
-        (16, 8, None, {"enable_mixed_chunk": True, **TREE}),
-        (3, None, None, {"disaggregation": "both", **TREE}),
+        (SMALL, True, 1, None, 90, {}),
+        (View(0, 1, 0, 1), False, 16, 8, None, {"enable_mixed_chunk": True}),
+        (View(3, 0, 5, 1), True, 3, None, None, {"disaggregation": "both"}),
+        (View(2, 20, 2, 16), False, 1, None, None, {}),
+        (SMALL, True, 1, None, 90, TREE),
+        (View(0, 1, 0, 1), True, 16, 8, None, {"enable_mixed_chunk": True, **TREE}),
+        (View(3, 0, 5, 1), False, 3, None, None, {"disaggregation": "both", **TREE}),
+        (View(2, 20, 2, 16), True, 1, None, None, TREE),
     ],
+    ids=[f"{shape}, {view}" for shape in ("chain", "tree") for view in KINDS],
 )
 def test_tokens_are_those_of_none(
     target: Path,
     prompts: list[list[int]],
     expected: Tokens,
-    overlap: bool,
     view: View,
+    overlap: bool,
     page_size: int,
     chunk: int | None,
     slots: int | None,

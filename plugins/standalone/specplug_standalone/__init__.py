@@ -13,6 +13,7 @@ from specplug import (
     DEFAULT_MODEL,
     AlgorithmInfo,
     Capabilities,
+    Conformance,
     Defaults,
     DraftModelAlgorithm,
     SpecConfig,
@@ -39,6 +40,7 @@ class Standalone(DraftModelAlgorithm):
             defaults=Defaults(num_steps=4, topk=1, num_draft_tokens=5),
             paper="https://arxiv.org/abs/2211.17192",
             weights={DEFAULT_MODEL: WEIGHTS / "tiny_code"},
+            conformance=Conformance(accept_lengths={DEFAULT_MODEL: 3.83}),
         )
 
     @hookimpl

@@ -29,7 +29,6 @@ from specplug import (
     CheckpointError,
     Draft,
     DraftInput,
-    FallbackWarning,
     Runtime,
     SamplingParams,
     UsageError,
@@ -293,42 +292,6 @@ def test_tree_in_a_short_pool_is_expanded_within_it(
         expected = reference.tree(tokens[: root + 1], topk, depth, width, beam) if depth else set()
         assert set(paths(drafted, parents)[1:]) == expected
     assert len(seen) > 1, seen
-
-
-SHAPES = [(1, 1, 2), (1, 4, 5), (2, 1, 3), (3, 4, 8), (4, 3, 12), (2, 2, 2)]
-SIZES = [(1, None, None), (4, 5, None), (64, 8, None), (1, None, 95)]
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.filterwarnings(f"ignore::{FallbackWarning.__module__}.FallbackWarning")
-def test_tokens_are_those_of_none(
-    target: Path,
-    draft: Path,
-    prompts: list[list[int]],
-    expected: Tokens,
-    shape: tuple[int, int, int],
-    sizes: tuple[int, int | None, int | None],
-) -> None:
-    """Either loop; a pool of few slots retracts requests."""
-    topk, steps, nodes = shape
-    page_size, chunk, slots = sizes
-    with load(
-        target,
-        draft,
-        speculative_eagle_topk=topk,
-        speculative_num_steps=steps,
-        speculative_num_draft_tokens=nodes,
-        disable_overlap_schedule=(topk + page_size) % 2 == 0,
-        page_size=page_size,
-        chunked_prefill_size=chunk,
-        max_running_requests=3,
-        **({"max_total_tokens": slots} if slots else {}),
-    ) as llm:
-        assert tokens_of(llm, prompts) == expected
-        llm.check_pool()
-        assert bool(llm.stats()["retractions"]) is (slots is not None)
-        assert llm.stats()["mean_accept_length"] > 1.05
 
 
 def test_draft_of_a_shorter_context_drafts_on(

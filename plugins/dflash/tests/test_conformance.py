@@ -1,0 +1,9 @@
+"""DFLASH passes the conformance kit."""
+
+from __future__ import annotations
+
+from shallow_tests import ShallowTests
+
+
+class TestDflash(ShallowTests):
+    algorithm = "DFLASH"

@@ -1,0 +1,9 @@
+"""DSPARK passes the conformance kit."""
+
+from __future__ import annotations
+
+from shallow_tests import ShallowTests
+
+
+class TestDspark(ShallowTests):
+    algorithm = "DSPARK"

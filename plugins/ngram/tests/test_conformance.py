@@ -1,0 +1,9 @@
+"""NGRAM passes the conformance kit."""
+
+from __future__ import annotations
+
+from shallow_tests import ShallowTests
+
+
+class TestNgram(ShallowTests):
+    algorithm = "NGRAM"
