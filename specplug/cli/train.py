@@ -80,9 +80,18 @@ def _options_of(given: Sequence[str]) -> dict[str, str]:
 @click.option("--device", metavar="DEVICE", help="cpu or cuda; CUDA if there is one.")
 @click.option("--dtype", default="auto", show_default=True, help="Of the target.")
 @click.option(
+    "--precision", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto",
+    show_default=True, help="Of the network's products.",
+)  # fmt: skip
+@click.option(
     "--save-every", type=COUNT, default=500, show_default=True, metavar="N",
     help="Steps between two states that --resume can go on from.",
 )  # fmt: skip
+@click.option(
+    "--export-hidden-states", type=click.Path(path_type=Path, file_okay=False), metavar="FOLDER",
+    help="Train nothing: write the target's hidden states, as speculators reads them.",
+)  # fmt: skip
+@click.option("--no-measure", is_flag=True, help="Leave out the accept lengths at the end.")
 @click.option("--resume", is_flag=True, help="Go on with the training in --out.")
 @click.pass_context
 def train(ctx: click.Context, /, **options: Any) -> None:
@@ -91,6 +100,7 @@ def train(ctx: click.Context, /, **options: Any) -> None:
     The target goes on from beginnings of the data's texts, and the network learns what it says
     there. Ends with the accept lengths on held-out prompts. docs/training.md explains it.
     """
+    states, measures = options.pop("export_hidden_states"), not options.pop("no_measure")
     settings = TrainingSettings(
         algorithm=options["name"],
         model=options["target"],
@@ -107,9 +117,13 @@ def train(ctx: click.Context, /, **options: Any) -> None:
         from specplug.training.session import TrainingSession
 
         session = TrainingSession(settings, progress, resume=options["resume"])
+        if states is not None:
+            session.export_hidden_states(states)
+            session.close()
+            return
         session.train()
         session.export()
-        for temperature, length in session.measure().items():
+        for temperature, length in session.measure().items() if measures else ():
             progress.say(f"accept length {length:.3f} at temperature {temperature:g}")
         if session.ranks.is_first:
             progress.say(f"written to {settings.out}")

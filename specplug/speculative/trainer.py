@@ -222,6 +222,7 @@ class FeatureTrainer(Trainer):
         goal, counted = self._goal(batch)
         # The token, the goal and whether it counts stand one further on in each step.
         tokens = F.pad(batch.tokens, (0, self.num_steps + 1))
+        best = F.pad(goal.argmax(-1), (0, self.num_steps + 1))
         goal = F.pad(goal, (0, 0, 0, self.num_steps + 1))
         counted = F.pad(counted, (0, self.num_steps + 1))
         positions = torch.arange(length, device=tokens.device).repeat(rows)
@@ -235,7 +236,7 @@ class FeatureTrainer(Trainer):
             each = logits.logsumexp(-1) - (wanted * logits).sum(-1)
             total = total + STEP_WEIGHT**step * batch.mean(each, counts)
             with torch.no_grad():
-                right = (logits.argmax(-1) == wanted.argmax(-1)).float()
+                right = (logits.argmax(-1) == best[:, here].flatten()).float()
                 found.append(batch.mean(right, counts))
         return TrainingLoss(loss=total, metrics={"top-1": torch.stack(found)})
 
@@ -268,7 +269,7 @@ class UnrolledAttention:
         """Attend: query [B * L, H, D], key and value [B * L, Hkv, D] -> [B * L, H * D]."""
         groups = query.shape[1] // key.shape[1]
         query, key, value = (
-            x.to(value.dtype).unflatten(0, (self._texts, -1)).transpose(1, 2)
+            x.to(value.dtype).view(self._texts, -1, *x.shape[1:]).transpose(1, 2)
             for x in (query, key, value)
         )
         if groups > 1:

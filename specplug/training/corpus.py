@@ -69,7 +69,7 @@ def _texts(file: Path, tokenizer: Any) -> Iterator[Text]:
         if line.strip():
             try:
                 yield _text_of(json.loads(line), tokenizer)
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
+            except (ValueError, LookupError, TypeError, RecursionError) as error:
                 raise UsageError(
                     f"data {str(file)!r}, line {number}: {shown(line)} ({error}); expected "
                     f"{_EXPECTED}"
@@ -115,10 +115,12 @@ def _chat(messages: Any, tokenizer: Any) -> Text:
     whole, spans = rendered(messages), []
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
-            before, after = rendered(messages[:index], prompt=True), rendered(messages[: index + 1])
-            if whole.startswith(before) and whole.startswith(after):  # else it is told otherwise
-                spans.append((len(before), len(after)))
-    if messages and messages[-1]["role"] != "assistant":
+            # Templates may write a turn that is over in another way than one that begins.
+            prompts = rendered(messages[:index], prompt=True), rendered(messages[: index + 1])
+            start, end = (_num_common(whole, prompt) for prompt in prompts)
+            if end > start:
+                spans.append((start, end))
+    if messages[-1]["role"] != "assistant":
         whole = rendered(messages, prompt=True)
         spans.append((len(whole), len(whole)))
     encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -128,3 +130,9 @@ def _chat(messages: Any, tokenizer: Any) -> Text:
         learnt=[any(first <= at < last for first, last in spans) for at in starts],
         cuts=[sum(at < first for at in starts) for first, _ in spans],
     )
+
+
+def _num_common(text: str, other: str) -> int:
+    """Return with how many equal characters two texts begin."""
+    pairs = enumerate(zip(text, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(text), len(other)))

@@ -73,7 +73,8 @@ class Ranks:
 
     def wait(self) -> None:
         """Wait for the others."""
-        self.agree(None)
+        if self.size > 1:
+            dist.barrier()
 
     def shard(self, module: nn.Module) -> None:
         """Shard the parameters of a module, their gradients and what the optimizer keeps of them

@@ -96,10 +96,8 @@ class Rows:
         each = torch.arange(step * size, (step + 1) * size)
         epochs = each // len(self)
         orders = {
-            int(epoch): torch.randperm(
-                len(self), generator=torch.Generator().manual_seed(seed + int(epoch))
-            )
-            for epoch in epochs.unique()
+            epoch: torch.randperm(len(self), generator=torch.Generator().manual_seed(seed + epoch))
+            for epoch in set(epochs.tolist())
         }
         return torch.stack(
             [orders[int(e)][i % len(self)] for e, i in zip(epochs, each, strict=True)]

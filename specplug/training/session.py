@@ -32,6 +32,7 @@ from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.trainer import DraftFiles, Trainer, TrainingBatch
 from specplug.training.acceptance import accept_lengths
 from specplug.training.corpus import Text, read_texts
+from specplug.training.hidden_state_files import export_hidden_states
 from specplug.training.progress import Progress
 from specplug.training.ranks import Ranks, whole
 from specplug.training.regeneration import choose_prompts, regenerate
@@ -81,6 +82,13 @@ def learning_rate(step: int, total: int, peak: float, warm_up: int) -> float:
     return peak * rises * (LEAST_RATE + (1 - LEAST_RATE) * cosine)
 
 
+def uses_halves(precision: str, device: torch.device) -> bool:
+    """Return whether products are computed in bfloat16."""
+    if precision == "auto":
+        return device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
+    return precision == "bfloat16"
+
+
 class TrainingSession:
     """One training.
 
@@ -117,7 +125,7 @@ class TrainingSession:
         rows, self._prompts = self._make_rows(tokenizer, resume)
         self._tell("loading the target", 0, 0)
         torch.manual_seed(settings.seed)
-        target = FrozenTarget(
+        self._target = target = FrozenTarget(
             self._model, choose_dtype(settings.dtype, self.ranks.device), self.ranks.device
         )
         self._runtime = FrozenRuntime(
@@ -133,12 +141,13 @@ class TrainingSession:
                 f"--rows {self._size}: expected a multiple of {self.ranks.size}, the number of "
                 "processes"
             )
+        self._halves = uses_halves(settings.precision, self.ranks.device)
         self._module = _Loss(self.trainer)
         self.ranks.shard(self._module)
         self._optimizer = self._make_optimizer()
         self.history: list[dict[str, Any]] = []
         self._step, self._total = 0, settings.steps
-        if resume:
+        if resume and (self._folder / STATE).is_file():  # else it ended before its first step
             told = load_state(self._folder / STATE, self._module.network, self._optimizer)
             self._step, self._total = told["step"], told["total"]
             self.history = told["history"]
@@ -272,12 +281,17 @@ class TrainingSession:
             group["lr"] = learning_rate(step, total, peak, warm_up)
         indices = self._rows.indices(step, self._size, settings.seed)
         batch = self._runtime.batch(self.ranks.share(indices), self.ranks.mean_total)
-        loss, metrics = self._module(batch)
+        with self._autocast():
+            loss, metrics = self._module(batch)
         loss.backward()
         nn.utils.clip_grad_norm_(self._module.parameters(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return loss.detach(), {name: value.detach() for name, value in metrics.items()}
+
+    def _autocast(self) -> torch.autocast:
+        kind = self.ranks.device.type
+        return torch.autocast(kind, dtype=torch.bfloat16, enabled=self._halves)
 
     def _report(self, seen: Sequence[tuple[Tensor, dict[str, Tensor]]]) -> None:
         """Note the mean of some steps in the history, and tell it."""
@@ -292,6 +306,18 @@ class TrainingSession:
                   if isinstance(v, list)]  # fmt: skip
         line = f"loss {told['loss']:.3f}  {'  '.join(shares)}"
         self._tell("training", self._step, self._total or 0, line)
+
+    def export_hidden_states(self, folder: Path) -> None:
+        """Write the target's hidden states over all rows, for trainers elsewhere, by the first rank
+        alone."""
+        if self.ranks.is_first:
+            export_hidden_states(
+                self._target,
+                self._rows,
+                folder,
+                lambda done, total: self._tell("writing hidden states", done, total),
+            )
+        self.ranks.wait()
 
     def save(self) -> None:
         """Write the state that a resume begins from. All ranks call it."""

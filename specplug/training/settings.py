@@ -29,6 +29,8 @@ class TrainingSettings:
         seed: of everything that is random.
         device: where it runs; None: CUDA if there is one.
         dtype: of the target: "auto" or torch's name.
+        precision: of the network's products: "float32" or "bfloat16" (its weights are float32
+            either way); "auto": bfloat16 on a GPU, and on a CPU that multiplies it.
         start: folder of the network to go on from; None: a new one.
         num_steps: the depth to train for; None: the algorithm's default.
         options: the trainer's own settings (``--set``).
@@ -53,6 +55,7 @@ class TrainingSettings:
     seed: int = 0
     device: str | None = None
     dtype: str = "auto"
+    precision: str = "auto"
     start: Path | None = None
     num_steps: int | None = None
     options: Mapping[str, str] = attrs.field(factory=dict)

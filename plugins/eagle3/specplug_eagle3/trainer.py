@@ -131,7 +131,7 @@ def begin_as_target_ends(
     count = len(network.config.aux_layer_ids)
     parts = features.flatten(0, 1).float().chunk(count, dim=1)
     sizes = torch.stack([part.square().mean().sqrt().clamp(min=1e-6) for part in parts])
-    fused = network.fc.weight.unflatten(1, (count, -1))
+    fused = network.fc.weight.view(network.config.hidden_size, count, -1)
     fused[:, -1].add_(torch.eye(network.config.hidden_size, device=fused.device))
     fused.div_(sizes[:, None])
     layer, last = network.midlayer, runtime.target_layer(-1)
