@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specplug.cli.options import COUNT
+from specplug.cli.options import COUNT, is_typed
 from specplug.errors import UsageError, shown
 from specplug.printable import printable
 from specplug.training.settings import TrainingSettings
@@ -36,8 +36,23 @@ def _options_of(given: Sequence[str]) -> dict[str, str]:
     return pairs
 
 
+def _check_alone(ctx: click.Context) -> None:
+    """Refuse what a training that goes on takes from where it began.
+
+    Raises:
+        UsageError: such a thing was typed.
+    """
+    allowed = {"resume", "out", "no_measure"}
+    typed = [name for name in ctx.params if name not in allowed and is_typed(ctx, name)]
+    if typed:
+        raise UsageError(
+            f"--resume with {', '.join(typed)}: expected --out alone, the rest is as the training "
+            "was begun"
+        )
+
+
 @click.command()
-@click.argument("name")
+@click.argument("name", required=False)
 @click.option("--target", metavar="MODEL", help="The target; the default model if not given.")
 @click.option(
     "--data",
@@ -92,7 +107,7 @@ def _options_of(given: Sequence[str]) -> dict[str, str]:
     help="Train nothing: write the target's hidden states, as speculators reads them.",
 )  # fmt: skip
 @click.option("--no-measure", is_flag=True, help="Leave out the accept lengths at the end.")
-@click.option("--resume", is_flag=True, help="Go on with the training in --out.")
+@click.option("--resume", is_flag=True, help="Go on with the training in --out, as it was begun.")
 @click.pass_context
 def train(ctx: click.Context, /, **options: Any) -> None:
     """Train the draft network of the algorithm NAME for a target.
@@ -111,8 +126,13 @@ def train(ctx: click.Context, /, **options: Any) -> None:
             if name not in ("name", "target", "options", "resume")
         },
     )
-    if not settings.data and not options["resume"]:
-        raise UsageError("--data: expected a file at least")
+    if options["resume"]:
+        _check_alone(ctx)
+    elif settings.algorithm is None or not settings.data:
+        raise UsageError(
+            f"NAME is {settings.algorithm}, --data is {shown(list(settings.data))}; expected an "
+            "algorithm and a file at least (specplug train --help)"
+        )
     with _shown() as progress:
         from specplug.training.session import TrainingSession
 

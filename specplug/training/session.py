@@ -95,7 +95,8 @@ class TrainingSession:
     Args:
         settings: what it is told.
         progress: is told how far it is, by the first rank alone.
-        resume: go on with the training of ``settings.out``, from where it was saved.
+        resume: go on with the training of ``settings.out``, from where it was saved and with the
+            settings that it was begun with.
 
     Raises:
         UsageError: the algorithm cannot be trained, or a setting cannot be used.
@@ -112,9 +113,12 @@ class TrainingSession:
         self, settings: TrainingSettings, progress: Progress, *, resume: bool = False
     ) -> None:
         self._began = time.monotonic()
-        self.settings = settings
         self._progress = progress
         self._folder = settings.out / "training"
+        if resume:
+            told = read_tensors(self._folder / ROWS)[1]
+            settings = TrainingSettings.of_plain(told["settings"], settings.out)
+        self.settings = settings
         self._selected: SelectedAlgorithm = Registry().select(settings.algorithm)
         self.ranks = Ranks.join(settings.device)
         self._model = find_model(settings.model)
@@ -159,7 +163,9 @@ class TrainingSession:
         has written, as a resume does."""
         if self.ranks.is_first and not resume:
             rows, prompts = self._new_rows(tokenizer)
-            write_tensors(self._folder / ROWS, rows.as_tensors(), {"prompts": prompts})
+            told = {"prompts": prompts, "settings": self.settings.as_plain()}
+            (self._folder / STATE).unlink(missing_ok=True)  # of a training that was here before
+            write_tensors(self._folder / ROWS, rows.as_tensors(), told)
         self.ranks.wait()
         tensors, told = read_tensors(self._folder / ROWS)
         return Rows.read(tensors), told["prompts"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -61,3 +62,22 @@ class TrainingSettings:
     options: Mapping[str, str] = attrs.field(factory=dict)
     save_every: int = 500
     prompts: Path | None = None
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return what a resume needs of them, as JSON has it: all but the folder, which may have
+        moved."""
+
+        def plain(_: type[Any], __: Any, value: Any) -> Any:
+            return str(value) if isinstance(value, Path) else value
+
+        values = attrs.asdict(self, value_serializer=plain)
+        return {name: value for name, value in values.items() if name != "out"}
+
+    @classmethod
+    def of_plain(cls, values: Mapping[str, Any], out: Path) -> TrainingSettings:
+        """Return what ``as_plain`` told of, for a folder."""
+        paths = {
+            name: Path(values[name]) for name in ("start", "prompts") if values[name] is not None
+        }
+        data = tuple(Path(file) for file in values["data"])
+        return cls(**{**values, **paths, "data": data, "out": out})
