@@ -52,7 +52,7 @@ class TrainingBatch:
             A scalar whose mean over the processes is that mean; 0 where nothing counts.
         """
         counted = counted.to(values.dtype)
-        return (values * counted).sum() / self._total(counted.sum()).clamp(min=1.0)
+        return (values * counted).sum() / self._total(counted.sum()).clamp(min=1e-6)
 
 
 @attrs.frozen(eq=False, kw_only=True)

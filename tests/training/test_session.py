@@ -81,9 +81,11 @@ def test_resumed_training_has_the_same_weights(target: Path, data: Path, tmp_pat
     assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
 
 
-def test_trained_network_drafts(target: Path, data: Path, tmp_path: Path) -> None:
-    progress = Recorded()
-    session = TrainingSession(settings(target, data, tmp_path, regenerate=4), progress)
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE"])
+def test_trained_network_drafts(algorithm: str, target: Path, data: Path, tmp_path: Path) -> None:
+    told = settings(target, data, tmp_path, algorithm=algorithm, regenerate=4)
+    told = attrs.evolve(told, options={"intermediate_size": "48"})
+    session = TrainingSession(told, Recorded())
     session.train()
     session.export()
     assert session.history[-1]["step"] == STEPS
@@ -93,7 +95,7 @@ def test_trained_network_drafts(target: Path, data: Path, tmp_path: Path) -> Non
     prompt, params = [5, 6, 7, 8], SamplingParams(max_tokens=12)
     with LLM(target) as plain:
         expected = plain.generate([prompt], params)[0].token_ids
-    with LLM(target, speculative_algorithm="EAGLE3", speculative_draft_model_path=tmp_path) as llm:
+    with LLM(target, speculative_algorithm=algorithm, speculative_draft_model_path=tmp_path) as llm:
         assert llm.generate([prompt], params)[0].token_ids == expected
     assert set(session.measure()) == {0.0, 1.0}
 

@@ -84,7 +84,7 @@ def new_network(runtime: TrainingRuntime) -> Eagle3Network:
         vocab_size=runtime.vocab_size,
         draft_vocab_size=vocabulary,
         rms_norm_eps=target.get("rms_norm_eps") or 1e-6,
-        rope=rope_of(target),
+        rope=layers.rope_keys(target),
         max_position_embeddings=runtime.context_len,
         aux_layer_ids=aux_layers(count),
     )
@@ -103,16 +103,6 @@ def new_network(runtime: TrainingRuntime) -> Eagle3Network:
 def aux_layers(count: int) -> tuple[int, ...]:
     """Return the layers whose inputs are fused: a low, a middle and a high one of ``count``."""
     return (min(2, count - 1), count // 2, max(count - 3, 0))
-
-
-def rope_of(target: Any) -> dict[str, Any]:
-    """Return the keys of a target's configuration that say how positions are embedded."""
-    found = target.get("rope_parameters") or {}
-    if isinstance(next(iter(found.values()), None), dict):  # by the kind of layer
-        found = found.get("full_attention") or next(iter(found.values()))
-    theta = found.get("rope_theta") or target.get("rope_theta") or 10000.0
-    scaled = found.get("rope_type", "default") != "default"
-    return {"rope_theta": theta, **({"rope_scaling": dict(found)} if scaled else {})}
 
 
 @torch.no_grad()
