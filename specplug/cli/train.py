@@ -72,7 +72,10 @@ def _check_alone(ctx: click.Context) -> None:
     help="Of the whole training; the first steps tell how many fit.",
 )  # fmt: skip
 @click.option("--rows", type=COUNT, metavar="B", help="Texts of a step, in all processes together.")
-@click.option("--length", type=COUNT, metavar="L", help="The most tokens of a text.")
+@click.option(
+    "--length", type=COUNT, default=192, show_default=True, metavar="L",
+    help="The most tokens of a text.",
+)  # fmt: skip
 @click.option("--learning-rate", type=click.FloatRange(min=0, min_open=True), metavar="X")
 @click.option(
     "--regenerate", type=click.IntRange(min=0), default=1024, show_default=True, metavar="N",

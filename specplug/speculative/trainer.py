@@ -155,13 +155,11 @@ class Trainer(ABC):
     Attributes:
         network: all of its parameters that require a gradient are trained.
         rows: texts of a step, in all processes together.
-        length: the most tokens of a text.
         learning_rate: the highest, after the warm-up.
     """
 
     network: nn.Module
     rows: ClassVar[int] = 2
-    length: ClassVar[int] = 192
     learning_rate: ClassVar[float] = 3e-3
 
     @abstractmethod

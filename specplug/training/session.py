@@ -163,9 +163,9 @@ class TrainingSession:
         has written, as a resume does."""
         if self.ranks.is_first and not resume:
             rows, prompts = self._new_rows(tokenizer)
-            told = {"prompts": prompts, "settings": self.settings.as_plain()}
             (self._folder / STATE).unlink(missing_ok=True)  # of a training that was here before
-            write_tensors(self._folder / ROWS, rows.as_tensors(), told)
+            kept = {"prompts": prompts, "settings": self.settings.as_plain()}
+            write_tensors(self._folder / ROWS, rows.as_tensors(), kept)
         self.ranks.wait()
         tensors, told = read_tensors(self._folder / ROWS)
         return Rows.read(tensors), told["prompts"]
@@ -174,7 +174,7 @@ class TrainingSession:
         settings = self.settings
         self._tell("reading the data", 0, 0)
         texts = read_texts(settings.data, tokenizer)
-        length = settings.length or 192
+        length = settings.length
         texts, prompts = self._hold_out(texts)
         own = Rows.of(texts, length)
         if not settings.regenerate:

@@ -47,7 +47,7 @@ class TrainingSettings:
     steps: int | None = None
     minutes: float | None = None
     rows: int | None = None
-    length: int | None = None
+    length: int = 192
     learning_rate: float | None = None
     weight_decay: float = 0.05
     warm_up: int = 100

@@ -81,7 +81,7 @@ def test_resumed_training_has_the_same_weights(target: Path, data: Path, tmp_pat
     assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE"])
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE", "MULTI_LAYER_EAGLE"])
 def test_trained_network_drafts(algorithm: str, target: Path, data: Path, tmp_path: Path) -> None:
     told = settings(target, data, tmp_path, algorithm=algorithm, regenerate=4)
     told = attrs.evolve(told, options={"intermediate_size": "48"})
@@ -95,7 +95,8 @@ def test_trained_network_drafts(algorithm: str, target: Path, data: Path, tmp_pa
     prompt, params = [5, 6, 7, 8], SamplingParams(max_tokens=12)
     with LLM(target) as plain:
         expected = plain.generate([prompt], params)[0].token_ids
-    with LLM(target, speculative_algorithm=algorithm, speculative_draft_model_path=tmp_path) as llm:
+    drafts = {"speculative_draft_model_path": tmp_path, "speculative_num_steps": 3}
+    with LLM(target, speculative_algorithm=algorithm, **drafts) as llm:
         assert llm.generate([prompt], params)[0].token_ids == expected
     assert set(session.measure()) == {0.0, 1.0}
 
