@@ -20,6 +20,9 @@ Value = TypeVar("Value", int, float, str)
 EXAMPLES = 64
 """Rows of an example."""
 
+KEPT_BYTES = 2**30
+"""The most bytes of features that are kept on a CPU from one epoch to the next."""
+
 
 class FrozenTarget:
     """A causal LM of transformers, as transformers runs it, of which nothing is trained.
@@ -71,6 +74,8 @@ class FrozenRuntime:
     ) -> None:
         self._target, self._rows, self._options = target, rows, dict(options)
         self._asked: set[str] = set()
+        self._features: dict[int, dict[str, Tensor]] = {}
+        self._bytes = 0
         self.config = config
         self.tokenizer = tokenizer
         self.device = target.device
@@ -137,7 +142,10 @@ class FrozenRuntime:
 
     def example(self) -> TrainingBatch:
         """Return the first rows as a batch."""
-        return self.batch(range(min(EXAMPLES, len(self._rows))))
+        batch = self.batch(range(min(EXAMPLES, len(self._rows))))
+        self._features.clear()  # more may be captured after this
+        self._bytes = 0
+        return batch
 
     def target_layer(self, index: int) -> nn.Module:
         """Return a decoder layer of the target."""
@@ -157,14 +165,40 @@ class FrozenRuntime:
             indices: of the rows, [B].
             total: of ``TrainingBatch.mean``.
         """
-        tokens, counted = self._rows.batch(torch.as_tensor(indices))
+        chosen = torch.as_tensor(indices)
+        tokens, counted = self._rows.batch(chosen)
         tokens = tokens.to(self.device)
+        one_by_one = self.device.type == "cpu"
         return TrainingBatch(
             tokens=tokens,
             counted=counted.to(self.device),
-            features=self._target.run(tokens),
+            features=self._kept(chosen) if one_by_one else self._target.run(tokens),
             total=total,
         )
+
+    def _kept(self, chosen: Tensor) -> dict[str, Tensor]:
+        """Return the features of rows, [B, L, C] by name, of which those that fit into
+        ``KEPT_BYTES`` are computed once.
+
+        Each row runs by itself, so that its bits do not depend on what else is in a batch, and a
+        resume finds the same. On a CPU that costs nothing.
+        """
+        found = [self._features_of(index) for index in chosen.tolist()]
+        return {
+            name: nn.utils.rnn.pad_sequence([each[name] for each in found], batch_first=True)
+            for name in found[0]
+        }
+
+    def _features_of(self, index: int) -> dict[str, Tensor]:
+        if index in self._features:
+            return self._features[index]
+        tokens, _ = self._rows.batch([index])
+        found = {name: each[0] for name, each in self._target.run(tokens).items()}
+        size = sum(each.nbytes for each in found.values())
+        if self._bytes + size <= KEPT_BYTES:
+            self._features[index] = found
+            self._bytes += size
+        return found
 
 
 def _final_norm(decoder: nn.Module) -> nn.Module:
