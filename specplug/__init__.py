@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from specplug.speculative.feature_drafter import FeatureDrafter
     from specplug.speculative.future_map import FutureMap
     from specplug.speculative.hook_order import Batch, RequestView
+    from specplug.speculative.initial_weights import begin_like, norm_weight
     from specplug.speculative.lattice import Lattice, likeliest_tree, longest_path
     from specplug.speculative.noise import couple
     from specplug.speculative.output_kind import PerTokenOutput
@@ -75,6 +76,15 @@ if TYPE_CHECKING:
     from specplug.speculative.target_drafter import TargetDrafter
     from specplug.speculative.token_drafter import TokenDrafter
     from specplug.speculative.token_map import TokenMap
+    from specplug.speculative.trainer import (
+        DraftFiles,
+        FeatureTrainer,
+        Trainer,
+        TrainingBatch,
+        TrainingLoss,
+        TrainingRuntime,
+        UnrolledAttention,
+    )
     from specplug.speculative.tree import select_nodes
     from specplug.speculative.verify import CommittedOutput, TargetOutput, VerifyOutput, verify_tree
     from specplug.startup import report_progress
@@ -117,6 +127,15 @@ _LAZY = {
     "TargetPlan": "specplug.speculative.runtime",
     "TokenDrafter": "specplug.speculative.token_drafter",
     "TokenMap": "specplug.speculative.token_map",
+    "begin_like": "specplug.speculative.initial_weights",
+    "norm_weight": "specplug.speculative.initial_weights",
+    "DraftFiles": "specplug.speculative.trainer",
+    "FeatureTrainer": "specplug.speculative.trainer",
+    "Trainer": "specplug.speculative.trainer",
+    "TrainingBatch": "specplug.speculative.trainer",
+    "TrainingLoss": "specplug.speculative.trainer",
+    "TrainingRuntime": "specplug.speculative.trainer",
+    "UnrolledAttention": "specplug.speculative.trainer",
     "chunk_tails": "specplug.speculative.rotation",
     "rotate_chunks": "specplug.speculative.rotation",
     "select_nodes": "specplug.speculative.tree",
@@ -150,12 +169,14 @@ __all__ = [
     "Conformance",
     "Defaults",
     "Draft",
+    "DraftFiles",
     "DraftInput",
     "DraftModelAlgorithm",
     "EngineConfig",
     "EngineOptions",
     "FallbackWarning",
     "FeatureDrafter",
+    "FeatureTrainer",
     "FutureMap",
     "HostCapabilities",
     "HostPlugin",
@@ -185,12 +206,18 @@ __all__ = [
     "TargetPlan",
     "TokenDrafter",
     "TokenMap",
+    "Trainer",
+    "TrainingBatch",
+    "TrainingLoss",
+    "TrainingRuntime",
     "UnknownAlgorithm",
+    "UnrolledAttention",
     "UsageError",
     "VerifyOutput",
     "__version__",
     "append_nodes",
     "argmax_rows",
+    "begin_like",
     "choose_drafts",
     "chunk_tails",
     "couple",
@@ -202,6 +229,7 @@ __all__ = [
     "load_compiled",
     "longest_path",
     "merge_drafts",
+    "norm_weight",
     "received_state",
     "report_progress",
     "rotate_chunks",

@@ -122,6 +122,7 @@ if TYPE_CHECKING:
     from specplug.speculative.hook_order import Batch
     from specplug.speculative.report import RequestReport, StepReport
     from specplug.speculative.runtime import Runtime
+    from specplug.speculative.trainer import Trainer, TrainingRuntime
     from specplug.speculative.verify import CommittedOutput, TargetOutput, VerifyOutput
 
 PROJECT = "specplug"
@@ -401,6 +402,29 @@ def export_draft_state(
         Named tensors of leading size bs, on the device. The core brings each request's row to the
         other side, where ``request.draft_state`` holds it. None: all that is stashed in
         ``future_map`` for these requests, which is all that ``build_draft_input`` returned.
+    """
+
+
+@hookspec(firstresult=True)
+def create_trainer(runtime: TrainingRuntime) -> Trainer | None:
+    """Make what trains the algorithm's draft network.
+
+    Called once by ``specplug train``, outside a run of the engine, when the target and the rows to
+    train on are there. Captures can be asked of ``runtime`` here alone. docs/training.md shows a
+    trainer.
+
+    Args:
+        runtime: the frozen target, and the rows. ``runtime.config.draft_model_path`` is the folder
+            of the network to go on from, or None: then the network is new.
+
+    Returns:
+        A ``Trainer``: the network, a batch's loss, and how the network is published. Where the
+        network drafts from one position to the next, a ``FeatureTrainer``. None: the algorithm
+        cannot be trained here.
+
+    Raises:
+        UsageError: the target or a setting does not fit.
+        CheckpointError: the network to go on from is missing, damaged or made for another target.
     """
 
 

@@ -23,10 +23,12 @@ BEFORE_STEPS = {
     "validate_config",
     "create_worker",
     "create_future_map",
+    "create_trainer",
     "register_commands",
     "register_options",
 }
-"""Called by the registry, ``start_algorithm`` and the command line: the same for all hosts."""
+"""Called by the registry, ``start_algorithm``, training and the command line: the same for all
+hosts."""
 HOST_PAGES = ["hosts/vllm/README.md", "hosts/sglang/README.md"]
 
 

@@ -19,6 +19,7 @@ LAYERS = (
     {"__main__"},
     {"cli"},
     {"testing"},
+    {"training"},
     {"serve", "bench"},
     {"llm"},
     {"run"},

@@ -32,6 +32,7 @@ COMMANDS = {
     "info": "specplug.cli.info:info",
     "generate": "specplug.cli.generate:generate",
     "bench": "specplug.cli.bench:bench",
+    "train": "specplug.cli.train:train",
     "serve": "specplug.cli.serve:serve",
     "doctor": "specplug.cli.doctor:doctor",
     "check": "specplug.cli.check:check",

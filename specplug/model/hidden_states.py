@@ -67,6 +67,11 @@ class HiddenStateCapture:
         return (self.decoder, *self.layers, *self._routers)
 
     @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """The layers whose inputs are kept on every pass."""
+        return self._layer_ids
+
+    @property
     def num_routers(self) -> int:
         """Layers that route their tokens to experts; 0 for a dense model."""
         return len(self._routers)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from specplug import debug, hookspecs
 from specplug.algorithm import SpecConfig
-from specplug.errors import PluginError, shown
+from specplug.errors import PluginError, UsageError, shown
 from specplug.speculative.draft import Draft, DraftInput, described, is_dense
 from specplug.speculative.draft_state import StateTensor, state_spec
 from specplug.speculative.future_map import FutureMap, is_plain
@@ -35,6 +35,7 @@ from specplug.speculative.host_relay import IN_FLIGHT, HostRelay
 from specplug.speculative.lent_runtime import LentRuntime
 from specplug.speculative.parts_future_map import PartsFutureMap
 from specplug.speculative.plugin_guard import PluginGuard
+from specplug.speculative.trainer import Trainer
 from specplug.speculative.verify import CommittedOutput, TargetOutput, VerifyOutput, verify_tree
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from specplug.speculative.part import Part
     from specplug.speculative.report import RequestReport, StepReport
     from specplug.speculative.runtime import Runtime
+    from specplug.speculative.trainer import TrainingRuntime
 
 Result = TypeVar("Result")
 Made = TypeVar("Made", bound=attrs.AttrsInstance)
@@ -154,6 +156,23 @@ class HookCalls:
         return check_type(
             self._plugins, hook, self._plugins.call(hook), bool, "True, False or None"
         )
+
+    def create_trainer(self, runtime: TrainingRuntime) -> Trainer:
+        """Return what trains the algorithm's draft network.
+
+        Raises:
+            UsageError: there is nothing that does, or it refuses the target or a setting.
+            CheckpointError: it refuses the network that it is to go on from.
+        """
+        hook = "create_trainer"
+        found = self._plugins.call(hook, runtime=runtime)
+        if found is None:
+            raise UsageError(
+                f"{self._info.name} cannot be trained here: it has no create_trainer; expected an "
+                "algorithm that has one (docs/training.md shows how to write it)"
+            )
+        expected = "a specplug.Trainer, or None"
+        return check_type(self._plugins, hook, found, Trainer, expected)  # type: ignore[type-abstract]
 
     # In a step
 

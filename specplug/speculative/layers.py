@@ -86,6 +86,8 @@ class RMSNorm(nn.Module):
 
             rows = x.reshape(-1, x.shape[-1])
             return kernels.rms_norm(rows, self.weight, self.eps).view(x.shape)
+        if x.dtype is not self.weight.dtype:  # in training, where products are of half precision
+            x = x.to(self.weight.dtype)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
@@ -346,6 +348,19 @@ class Rotary(nn.Module):
 
             return gather_rows(self.tables, positions)
         return self.tables[:, positions]
+
+
+def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a target's ``config.json`` that ``Rotary`` reads, for a draft whose
+    positions are to be embedded alike. Of a target with several kinds of layers they are those of
+    full attention."""
+    found = config.get("rope_parameters") or {}
+    if isinstance(next(iter(found.values()), None), Mapping):
+        found = found.get("full_attention") or next(iter(found.values()))
+    keys = {"rope_theta": found.get("rope_theta") or config.get("rope_theta") or 10000.0}
+    if found.get("rope_type", "default") != "default":
+        keys["rope_scaling"] = dict(found)
+    return keys
 
 
 def _rotary_tables(

@@ -18,7 +18,7 @@ from specplug.speculative.extension_guard import ExtensionFailure, ExtensionGuar
 
 Result = TypeVar("Result")
 
-_BEFORE_THE_RUN = ("validate_config", "create_worker", "create_future_map")
+_BEFORE_THE_RUN = ("validate_config", "create_worker", "create_future_map", "create_trainer")
 """Hooks that may refuse the user's settings or files, by specplug's own errors."""
 
 _FIX = "fix the plugin, or tell its author (SPECPLUG_DEBUG=1 shows the traceback)"

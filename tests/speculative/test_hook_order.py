@@ -21,6 +21,7 @@ from specplug import (
     Batch,
     CommittedOutput,
     Draft,
+    DraftFiles,
     DraftInput,
     FutureMap,
     HostCapabilities,
@@ -30,6 +31,9 @@ from specplug import (
     StateTensor,
     StepReport,
     TargetOutput,
+    Trainer,
+    TrainingBatch,
+    TrainingLoss,
     UsageError,
     VerifyOutput,
     hookimpl,
@@ -75,6 +79,16 @@ def plain(prompt: Sequence[int], count: int) -> list[int]:
     """What the target generates without speculation."""
     tokens = torch.tensor(prompt[-1])
     return [int(tokens := following(tokens)) for _ in range(count)]
+
+
+class NoTrainer(Trainer):
+    """Trains nothing."""
+
+    def loss(self, batch: TrainingBatch) -> TrainingLoss:
+        raise AssertionError
+
+    def export(self) -> DraftFiles:
+        raise AssertionError
 
 
 class Everything:
@@ -188,6 +202,11 @@ class Everything:
     ) -> Mapping[str, Tensor | None] | None:
         self._note("export_draft_state", runtime, batch, future_map)
         return None
+
+    @hookimpl
+    def create_trainer(self, runtime: Any) -> Trainer:
+        self._note("create_trainer", runtime)
+        return NoTrainer()
 
     @hookimpl
     def on_host_tensors(
@@ -490,6 +509,7 @@ def calls() -> Mapping[str, list[tuple[Any, ...]]]:
     )
     host.hooks.on_request_finished(host.runtime, report)
     host.hooks.on_text_forgotten(host.runtime, "a")
+    host.hooks.create_trainer(host.runtime)
     entry = ExtensionEntry(name="e", value="own:it", distribution="of-e", version="1.0")
     extension = Extension("e", plugin, entry)
     register_commands(click.Group("specplug"), extension=extension)

@@ -20,7 +20,8 @@ from specplug import (
 )
 
 if TYPE_CHECKING:
-    from specplug import Runtime
+    from specplug import Runtime, TrainingRuntime
+    from specplug_eagle.trainer import EagleTrainer
     from specplug_eagle.worker import EagleWorker
 
 WEIGHTS = Path(__file__).parent / "weights"
@@ -51,6 +52,12 @@ class Eagle(DraftModelAlgorithm):
         from specplug_eagle.worker import EagleWorker
 
         return EagleWorker(runtime)
+
+    @hookimpl
+    def create_trainer(self, runtime: TrainingRuntime) -> EagleTrainer:
+        from specplug_eagle.trainer import EagleTrainer
+
+        return EagleTrainer(runtime)
 
 
 algorithm = Eagle()

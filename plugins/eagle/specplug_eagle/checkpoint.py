@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from specplug import Checkpoint, Runtime, layers
+from pathlib import Path
+
+from specplug import Checkpoint, Runtime, TrainingRuntime, layers
 from specplug_eagle.network import EagleConfig, EagleNetwork
 
 
@@ -13,7 +15,14 @@ def load_network(runtime: Runtime) -> EagleNetwork:
         CheckpointError: the checkpoint is missing or incomplete, or was made for another target.
     """
     assert runtime.config.draft_model_path is not None
-    checkpoint = Checkpoint.read(runtime.config.draft_model_path)
+    network = read_network(runtime.config.draft_model_path, runtime)
+    layers.pack(network)
+    return network
+
+
+def read_network(path: Path, runtime: Runtime | TrainingRuntime) -> EagleNetwork:
+    """Read a network as ``load_network`` does, without packing it."""
+    checkpoint = Checkpoint.read(path)
     config = network_config(checkpoint, runtime.context_len)
     checkpoint.check_target(
         hidden_size=(config.hidden_size, runtime.hidden_size),
@@ -23,7 +32,6 @@ def load_network(runtime: Runtime) -> EagleNetwork:
     with runtime.device:
         network = EagleNetwork(config, own_embedding=own_embedding).to(runtime.dtype).eval()
     checkpoint.load_into(network, rename=rename)
-    layers.pack(network)
     return network
 
 

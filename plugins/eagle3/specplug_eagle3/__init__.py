@@ -20,7 +20,8 @@ from specplug import (
 )
 
 if TYPE_CHECKING:
-    from specplug import Runtime
+    from specplug import Runtime, TrainingRuntime
+    from specplug_eagle3.trainer import Eagle3Trainer
     from specplug_eagle3.worker import Eagle3Worker
 
 WEIGHTS = Path(__file__).parent / "weights"
@@ -51,6 +52,12 @@ class Eagle3(DraftModelAlgorithm):
         from specplug_eagle3.worker import Eagle3Worker
 
         return Eagle3Worker(runtime)
+
+    @hookimpl
+    def create_trainer(self, runtime: TrainingRuntime) -> Eagle3Trainer:
+        from specplug_eagle3.trainer import Eagle3Trainer
+
+        return Eagle3Trainer(runtime)
 
 
 algorithm = Eagle3()

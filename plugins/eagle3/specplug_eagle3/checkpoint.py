@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, TypeVar
 
 import attrs
 
-from specplug import Checkpoint, CheckpointError, Runtime, layers
+from specplug import Checkpoint, CheckpointError, Runtime, TrainingRuntime, layers
 from specplug_eagle3.network import Eagle3Config, Eagle3Network
 
 Network = TypeVar("Network", bound=Eagle3Network)
@@ -22,14 +23,31 @@ def load_network(runtime: Runtime) -> Eagle3Network:
         CheckpointError: the checkpoint is missing or incomplete, or was made for another target.
     """
     assert runtime.config.draft_model_path is not None
-    checkpoint = flatten_config(Checkpoint.read(runtime.config.draft_model_path), "eagle3")
+    checkpoint, config = read_checkpoint(runtime.config.draft_model_path, runtime)
+    return load(Eagle3Network, config, checkpoint, runtime)
+
+
+def read_network(path: Path, runtime: TrainingRuntime) -> Eagle3Network:
+    """Read a head to go on training it.
+
+    Raises:
+        CheckpointError: as ``load_network`` does.
+    """
+    checkpoint, config = read_checkpoint(path, runtime)
+    return read(Eagle3Network, config, checkpoint, runtime)
+
+
+def read_checkpoint(
+    path: Path, runtime: Runtime | TrainingRuntime
+) -> tuple[Checkpoint, Eagle3Config]:
+    """Read a folder, with a flat ``config.json``, and the sizes of its network."""
+    checkpoint = flatten_config(Checkpoint.read(path), "eagle3")
     layers_told = checkpoint.config.get("num_hidden_layers", 1)
     if "speculators_model_type" in checkpoint.config and layers_told != 1:
         raise CheckpointError(
             f"draft model {checkpoint.path}: {layers_told} draft layers; expected 1"
         )
-    config = network_config(checkpoint, runtime.num_layers, runtime.context_len)
-    return load(Eagle3Network, config, checkpoint, runtime)
+    return checkpoint, network_config(checkpoint, runtime.num_layers, runtime.context_len)
 
 
 def load(kind: type[Network], config: Any, checkpoint: Checkpoint, runtime: Runtime) -> Network:
@@ -39,6 +57,15 @@ def load(kind: type[Network], config: Any, checkpoint: Checkpoint, runtime: Runt
         config: the first argument of ``kind``, an ``Eagle3Config``.
         checkpoint: from ``flatten_config``.
     """
+    network = read(kind, config, checkpoint, runtime)
+    layers.pack(network)
+    return network
+
+
+def read(
+    kind: type[Network], config: Any, checkpoint: Checkpoint, runtime: Runtime | TrainingRuntime
+) -> Network:
+    """Read a network of this kind as ``load`` does, without packing it."""
     _check_fit(checkpoint, config, runtime)
     own_embedding = "embed_tokens.weight" in {rename(name) for name in checkpoint.tensors}
     with runtime.device:
@@ -46,7 +73,6 @@ def load(kind: type[Network], config: Any, checkpoint: Checkpoint, runtime: Runt
     optional = _OPTIONAL if config.draft_vocab_size == config.vocab_size else frozenset({"t2d"})
     checkpoint.load_into(network, rename=rename, optional=optional)
     checkpoint.target_ids(network.d2t, config.vocab_size)
-    layers.pack(network)
     return network
 
 
@@ -150,7 +176,9 @@ def network_config(checkpoint: Checkpoint, num_layers: int, context_len: int) ->
     )
 
 
-def _check_fit(checkpoint: Checkpoint, config: Eagle3Config, runtime: Runtime) -> None:
+def _check_fit(
+    checkpoint: Checkpoint, config: Eagle3Config, runtime: Runtime | TrainingRuntime
+) -> None:
     checkpoint.check_target(
         hidden_size=(config.target_hidden_size, runtime.hidden_size),
         vocabulary=(config.vocab_size, runtime.vocab_size),

@@ -22,7 +22,8 @@ from specplug import (
 )
 
 if TYPE_CHECKING:
-    from specplug import Batch, CommittedOutput, DraftInput, FutureMap, Runtime
+    from specplug import Batch, CommittedOutput, DraftInput, FutureMap, Runtime, TrainingRuntime
+    from specplug_multi_layer_eagle.trainer import MultiLayerEagleTrainer
     from specplug_multi_layer_eagle.worker import MultiLayerEagleWorker
 
 WEIGHTS = Path(__file__).parent / "weights"
@@ -57,6 +58,12 @@ class MultiLayerEagle(DraftModelAlgorithm):
         from specplug_multi_layer_eagle.worker import MultiLayerEagleWorker
 
         return MultiLayerEagleWorker(runtime)
+
+    @hookimpl
+    def create_trainer(self, runtime: TrainingRuntime) -> MultiLayerEagleTrainer:
+        from specplug_multi_layer_eagle.trainer import MultiLayerEagleTrainer
+
+        return MultiLayerEagleTrainer(runtime)
 
     @hookimpl
     def build_draft_input(

@@ -1,0 +1,58 @@
+"""Weights that a draft network begins with: those of the target's own layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@torch.no_grad()
+def begin_like(layer: nn.Module, target: nn.Module) -> None:
+    """Copy a decoder layer of the target into a draft's, as far as there are matrices of the same
+    names and as there is room; the rest stays as it is.
+
+    A draft's matrix that is wider than the target's reads something else first: its last columns
+    stand for what the target's reads. A feed-forward layer gets as many of the inner features as it
+    has. Attention of another shape of heads, and norms that are none of root mean squares, stay as
+    they are.
+    """
+    ours, theirs = dict(layer.named_modules()), dict(target.named_modules())
+    for name, module in ours.items():
+        other = theirs.get(name)
+        if isinstance(module, nn.Linear) and isinstance(other, nn.Linear):
+            _copy_matrix(name, module.weight, other.weight)
+        elif other is not None and hasattr(module, "eps"):
+            scale = norm_weight(other, module.weight)
+            if scale is not None:
+                module.weight.copy_(scale)
+
+
+def _copy_matrix(name: str, ours: Tensor, theirs: Tensor) -> None:
+    if ".gate_" in name or ".up_" in name or ".down_" in name:
+        rows, columns = (min(a, b) for a, b in zip(ours.shape, theirs.shape, strict=True))
+        ours[:rows, :columns] = theirs[:rows, :columns]
+    elif len(ours) == len(theirs) and ours.shape[1] >= theirs.shape[1]:
+        ours[:, -theirs.shape[1] :] = theirs
+
+
+@torch.no_grad()
+def norm_weight(norm: Callable[[Tensor], Tensor], like: Tensor) -> Tensor | None:
+    """Return by what a root-mean-square norm multiplies each feature, however it stores that; None
+    for a norm of another width or kind.
+
+    Args:
+        like: the weight of the norm that gets it, [H].
+    """
+    try:
+        scale = norm(torch.ones_like(like).to(_dtype_of(norm)).unsqueeze(0)).squeeze(0)
+    except RuntimeError:
+        return None
+    return scale.to(like.dtype) if scale.shape == like.shape and bool(scale.any()) else None
+
+
+def _dtype_of(module: Any) -> torch.dtype:
+    weight = getattr(module, "weight", None)
+    return weight.dtype if isinstance(weight, Tensor) else torch.get_default_dtype()

@@ -1,0 +1,1 @@
+"""Training of draft networks: its rows, the frozen target, its steps, and what is measured."""

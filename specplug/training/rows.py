@@ -1,0 +1,104 @@
+"""The rows that a network is trained on, and their order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from specplug.training.corpus import Text
+
+SHORTEST = 8
+"""Tokens of the shortest row."""
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Rows:
+    """n texts of at most L tokens.
+
+    Attributes:
+        tokens: [n, L] int32, padded at the end with 0.
+        learnt: [n, L] bool, the tokens that the draft is to learn to say.
+        lengths: [n] int64.
+    """
+
+    tokens: Tensor
+    learnt: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, texts: Iterable[Text], length: int) -> Rows:
+        """Cut texts into rows of ``length`` tokens. Pieces that are very short, or of which nothing
+        is to be learnt, are left out."""
+        pieces = [
+            (text.token_ids[at : at + length], text.learnt[at : at + length])
+            for text in texts
+            for at in range(0, len(text.token_ids), length)
+        ]
+        kept = [
+            (tokens, learnt) for tokens, learnt in pieces if len(tokens) >= SHORTEST and any(learnt)
+        ]
+        rows = cls(
+            tokens=torch.zeros(len(kept), length, dtype=torch.int32),
+            learnt=torch.zeros(len(kept), length, dtype=torch.bool),
+            lengths=torch.tensor([len(tokens) for tokens, _ in kept], dtype=torch.int64),
+        )
+        for index, (tokens, learnt) in enumerate(kept):
+            rows.tokens[index, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+            rows.learnt[index, : len(tokens)] = torch.tensor(learnt)
+        return rows
+
+    @classmethod
+    def read(cls, tensors: Mapping[str, Tensor]) -> Rows:
+        """Return what ``as_tensors`` gave."""
+        return cls(**tensors)
+
+    def as_tensors(self) -> dict[str, Tensor]:
+        """Return them by name."""
+        return {"tokens": self.tokens, "learnt": self.learnt, "lengths": self.lengths}
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows, without padding."""
+        return int(self.lengths.sum())
+
+    def joined(self, other: Rows) -> Rows:
+        """Return these rows and then the other's, as wide."""
+        pairs = zip(self.as_tensors().items(), other.as_tensors().values(), strict=True)
+        return Rows(**{name: torch.cat((mine, its)) for (name, mine), its in pairs})
+
+    def chosen(self, count: int, seed: int) -> Rows:
+        """Return ``count`` of the rows at random, or all if there are fewer."""
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(self), generator=generator)[:count]
+        return Rows(**{name: tensor[order] for name, tensor in self.as_tensors().items()})
+
+    def batch(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tokens [B, L'] int64 of these rows, as long as the longest of them, and where
+        what the target says after a position is to be learnt [B, L'] bool."""
+        chosen = torch.as_tensor(indices)
+        width = int(self.lengths[chosen].max())
+        learnt = self.learnt[chosen, :width]
+        # The last token has none after it in the row: it counts if it was learnt itself.
+        last = learnt.gather(1, self.lengths[chosen].sub(1).unsqueeze(1))
+        counted = torch.cat((learnt[:, 1:], learnt[:, :1] & False), dim=1)
+        counted.scatter_(1, self.lengths[chosen].sub(1).unsqueeze(1), last)
+        return self.tokens[chosen, :width].long(), counted
+
+    def indices(self, step: int, size: int, seed: int) -> Tensor:
+        """Return which rows a step takes, [size]: each once in an epoch, in an order that follows
+        from the seed and the epoch alone."""
+        each = torch.arange(step * size, (step + 1) * size)
+        epochs = each // len(self)
+        orders = {
+            epoch: torch.randperm(len(self), generator=torch.Generator().manual_seed(seed + epoch))
+            for epoch in set(epochs.tolist())
+        }
+        return torch.stack(
+            [orders[int(e)][i % len(self)] for e, i in zip(epochs, each, strict=True)]
+        )

@@ -1,0 +1,392 @@
+"""A training, from the data to the measured network.
+
+rows       the data's texts, and what the target writes -> ROWS
+trainer    the frozen target, create_trainer
+steps      batch -> loss -> AdamW, counted; saved every so often -> STATE
+export     config.json and model.safetensors, as the algorithm's worker loads them
+measured   accept lengths on held-out prompts
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from specplug.algorithm import AlgorithmInfo, SpecConfig, find_model, shipped_name
+from specplug.bench.dataset import HELD_OUT, read_prompts
+from specplug.config import EngineConfig
+from specplug.errors import UsageError
+from specplug.model.loading import choose_dtype, load_tokenizer, read_target_config
+from specplug.registry import Registry, SelectedAlgorithm, build_plugin_manager
+from specplug.speculative.defaults import CoreDefaults
+from specplug.speculative.hook_calls import HookCalls
+from specplug.speculative.trainer import DraftFiles, Trainer, TrainingBatch
+from specplug.training.acceptance import accept_lengths
+from specplug.training.corpus import Text, read_texts
+from specplug.training.hidden_state_files import export_hidden_states
+from specplug.training.progress import Progress
+from specplug.training.ranks import Ranks, whole
+from specplug.training.regeneration import choose_prompts, regenerate
+from specplug.training.rows import Rows
+from specplug.training.saved_state import (
+    ROWS,
+    STATE,
+    load_state,
+    read_tensors,
+    save_state,
+    write_tensors,
+)
+from specplug.training.settings import TrainingSettings
+from specplug.training.target import FrozenRuntime, FrozenTarget
+
+TIMED = 20
+"""Steps that are timed, after ``UNTIMED`` ones, to find how many fit into the time."""
+UNTIMED = 3
+MEASURED_SHARE = 0.08
+"""The share of the minutes that is left for the export and the accept lengths."""
+HELD_BACK = 32
+"""Prompts that accept lengths are measured on."""
+REPORTS = 200
+"""Points of the curves, at most."""
+LEAST_RATE = 0.01
+"""The learning rate at the end, as a share of the highest."""
+
+
+class _Loss(nn.Module):
+    """A trainer's loss as a module's forward, so that FSDP gathers the network once a step."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__()
+        self.network = trainer.network
+        self._trainer = [trainer]  # a module would list its parameters
+
+    def forward(self, batch: TrainingBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        found = self._trainer[0].loss(batch)
+        return found.loss, dict(found.metrics)
+
+
+def learning_rate(step: int, total: int, peak: float, warm_up: int) -> float:
+    """Return the rate of a step: it rises over ``warm_up`` steps, and falls as a cosine over all
+    of ``total``."""
+    rises = min(1.0, (step + 1) / max(warm_up, 1))
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, step / total)))
+    return peak * rises * (LEAST_RATE + (1 - LEAST_RATE) * cosine)
+
+
+def uses_halves(precision: str, device: torch.device) -> bool:
+    """Return whether products are computed in bfloat16."""
+    if precision == "auto":
+        return device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
+    return precision == "bfloat16"
+
+
+class TrainingSession:
+    """One training.
+
+    Args:
+        settings: what it is told.
+        progress: is told how far it is, by the first rank alone.
+        resume: go on with the training of ``settings.out``, from where it was saved and with the
+            settings that it was begun with.
+
+    Raises:
+        UsageError: the algorithm cannot be trained, or a setting cannot be used.
+        CheckpointError: the target, the network to go on from or the saved state is not there.
+
+    Attributes:
+        settings: as given, or as they were saved.
+        ranks: that train together.
+        trainer: the algorithm's.
+        history: what was reported.
+    """
+
+    def __init__(
+        self, settings: TrainingSettings, progress: Progress, *, resume: bool = False
+    ) -> None:
+        self._began = time.monotonic()
+        self._progress = progress
+        self._folder = settings.out / "training"
+        if resume:
+            told = read_tensors(self._folder / ROWS)[1]
+            settings = TrainingSettings.of_plain(told["settings"], settings.out)
+        self.settings = settings
+        self._selected: SelectedAlgorithm = Registry().select(settings.algorithm)
+        self.ranks = Ranks.join(settings.device)
+        self._model = find_model(settings.model)
+        self._engine = EngineConfig(
+            model=self._model, device=str(self.ranks.device), dtype=settings.dtype
+        )
+        tokenizer = load_tokenizer(self._engine)
+        rows, self._prompts = self._make_rows(tokenizer, resume)
+        self._tell("loading the target", 0, 0)
+        torch.manual_seed(settings.seed)
+        self._target = target = FrozenTarget(
+            self._model, choose_dtype(settings.dtype, self.ranks.device), self.ranks.device
+        )
+        self._runtime = FrozenRuntime(
+            target, self._config(self._selected.info), rows, settings.options, tokenizer
+        )
+        hooks = HookCalls(build_plugin_manager(self._selected, (), CoreDefaults()), self._selected)
+        self.trainer = hooks.create_trainer(self._runtime)
+        self._runtime.check_options()
+        self._rows = rows
+        self._size = settings.rows or self.trainer.rows
+        if self._size % self.ranks.size:
+            raise UsageError(
+                f"--rows {self._size}: expected a multiple of {self.ranks.size}, the number of "
+                "processes"
+            )
+        self._halves = uses_halves(settings.precision, self.ranks.device)
+        self._module = _Loss(self.trainer)
+        self.ranks.shard(self._module)
+        self._optimizer = self._make_optimizer()
+        self.history: list[dict[str, Any]] = []
+        self._step, self._total = 0, settings.steps
+        if resume and (self._folder / STATE).is_file():  # else it ended before its first step
+            told = load_state(self._folder / STATE, self._module.network, self._optimizer)
+            self._step, self._total = told["step"], told["total"]
+            self.history = told["history"]
+
+    # Rows
+
+    def _make_rows(self, tokenizer: Any, resume: bool) -> tuple[Rows, list[Any]]:
+        """Return the rows and the held-out prompts. The first rank makes them, and all read what it
+        has written, as a resume does."""
+        if self.ranks.is_first and not resume:
+            rows, prompts = self._new_rows(tokenizer)
+            (self._folder / STATE).unlink(missing_ok=True)  # of a training that was here before
+            kept = {"prompts": prompts, "settings": self.settings.as_plain()}
+            write_tensors(self._folder / ROWS, rows.as_tensors(), kept)
+        self.ranks.wait()
+        tensors, told = read_tensors(self._folder / ROWS)
+        return Rows.read(tensors), told["prompts"]
+
+    def _new_rows(self, tokenizer: Any) -> tuple[Rows, list[Any]]:
+        settings = self.settings
+        self._tell("reading the data", 0, 0)
+        texts = read_texts(settings.data, tokenizer)
+        length = settings.length
+        texts, prompts = self._hold_out(texts)
+        own = Rows.of(texts, length)
+        if not settings.regenerate:
+            self._say(f"{len(own)} rows of the data, {own.num_tokens} tokens")
+            return own, prompts
+        begun = time.monotonic()
+        chosen = choose_prompts(texts, settings.regenerate, length, settings.seed)
+        engine = attrs.evolve(
+            self._engine, max_running_requests=64 if self.ranks.device.type == "cpu" else 256
+        )
+        written = Rows.of(
+            regenerate(
+                engine,
+                chosen,
+                length,
+                settings.seed,
+                lambda done, total: self._tell("the target writes texts", done, total),
+            ),
+            length,
+        )
+        share = min(settings.corpus, 0.99)
+        rows = written.joined(own.chosen(round(len(written) * share / (1 - share)), settings.seed))
+        self._say(
+            f"{len(written)} texts of {written.num_tokens} tokens that the target wrote in "
+            f"{time.monotonic() - begun:.0f} s; {len(rows)} rows of {rows.num_tokens} tokens"
+        )
+        return rows, prompts
+
+    def _hold_out(self, texts: list[Text]) -> tuple[list[Text], list[Any]]:
+        """Return the texts to train on, and the prompts to measure on."""
+        settings = self.settings
+        own = shipped_name(self._model) != self._model
+        if settings.prompts is not None or own:
+            found = read_prompts(settings.prompts or HELD_OUT)[:HELD_BACK]
+            return texts, [prompt.content for prompt in found]
+        held = texts[:: max(2, len(texts) // HELD_BACK)][:HELD_BACK]
+        if len(texts) < 2 * len(held):
+            held = texts  # too few to do without any
+        else:
+            kept = {id(text) for text in held}
+            texts = [text for text in texts if id(text) not in kept]
+        return texts, [list(text.token_ids[: text.cuts[0] if text.cuts else 64]) for text in held]
+
+    def _config(self, info: AlgorithmInfo) -> SpecConfig:
+        steps = self.settings.num_steps or info.defaults.num_steps
+        return SpecConfig(
+            algorithm=info.name,
+            num_steps=steps,
+            num_draft_tokens=steps + 1,
+            draft_model_path=self.settings.start,
+            target_config=read_target_config(self._model),
+        )
+
+    # Steps
+
+    def _make_optimizer(self) -> torch.optim.AdamW:
+        parameters = [p for p in self._module.parameters() if p.requires_grad]
+        groups = [
+            {
+                "params": [p for p in parameters if p.ndim >= 2],
+                "weight_decay": self.settings.weight_decay,
+            },
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95))
+
+    def train(self) -> None:
+        """Take all steps that are left, saving every so often and at the end."""
+        seconds: list[float] = []
+        seen: list[tuple[Tensor, dict[str, Tensor]]] = []
+        while self._total is None or self._step < self._total:
+            begun = time.monotonic()
+            seen.append(self._train_step())
+            self._step += 1
+            if self._total is None:
+                seconds.append(time.monotonic() - begun)
+                if len(seconds) == UNTIMED + TIMED:
+                    self._plan(sum(seconds[UNTIMED:]) / TIMED)
+            if self._total is not None and self._is_due(max(1, self._total // REPORTS)):
+                self._report(seen)
+                seen = []
+            if self._total is not None and self._is_due(self.settings.save_every):
+                self.save()
+        self.save()
+
+    def _is_due(self, every: int) -> bool:
+        return self._step % every == 0 or self._step == self._total
+
+    def _plan(self, seconds: float) -> None:
+        """Settle how many steps there are in the minutes that are left. It is saved, so that a
+        resume ends where this would have ended."""
+        minutes = self.settings.minutes or 15.0
+        left = minutes * 60 * (1 - MEASURED_SHARE) - (time.monotonic() - self._began)
+        planned = max(self._step + 1, self._step + int(left / seconds))
+        self._total = int(self.ranks.agree(planned))
+        self._say(f"{self._total} steps of {seconds:.3f} s fit into {minutes:g} minutes")
+
+    def _train_step(self) -> tuple[Tensor, dict[str, Tensor]]:
+        settings, step = self.settings, self._step
+        torch.manual_seed(settings.seed * 1_000_003 + step * self.ranks.size + self.ranks.rank)
+        # While the number of steps is not known the rate rises, which does not depend on it.
+        total = self._total or 10**9
+        warm_up = (
+            settings.warm_up
+            if self._total is None
+            else min(settings.warm_up, max(1, self._total // 10))
+        )
+        peak = settings.learning_rate or self.trainer.learning_rate
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate(step, total, peak, warm_up)
+        indices = self._rows.indices(step, self._size, settings.seed)
+        batch = self._runtime.batch(self.ranks.share(indices), self.ranks.mean_total)
+        with self._autocast():
+            loss, metrics = self._module(batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self._module.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss.detach(), {name: value.detach() for name, value in metrics.items()}
+
+    def _autocast(self) -> torch.autocast:
+        kind = self.ranks.device.type
+        return torch.autocast(kind, dtype=torch.bfloat16, enabled=self._halves)
+
+    def _report(self, seen: Sequence[tuple[Tensor, dict[str, Tensor]]]) -> None:
+        """Note the mean of some steps in the history, and tell it."""
+        mean = self.ranks.mean_total
+        told: dict[str, Any] = {"step": self._step}
+        told["loss"] = float(mean(torch.stack([loss for loss, _ in seen]).mean()))
+        for name in seen[-1][1]:
+            values = mean(torch.stack([metrics[name] for _, metrics in seen]).mean(0))
+            told[name] = [round(value, 4) for value in values.flatten().tolist()]
+        self.history.append(told)
+        shares = [f"{k} {' '.join(f'{x:.3f}' for x in v)}" for k, v in told.items()
+                  if isinstance(v, list)]  # fmt: skip
+        line = f"loss {told['loss']:.3f}  {'  '.join(shares)}"
+        self._tell("training", self._step, self._total or 0, line)
+
+    def export_hidden_states(self, folder: Path) -> None:
+        """Write the target's hidden states over all rows, for trainers elsewhere, by the first rank
+        alone."""
+        if self.ranks.is_first:
+            export_hidden_states(
+                self._target,
+                self._rows,
+                folder,
+                lambda done, total: self._tell("writing hidden states", done, total),
+            )
+        self.ranks.wait()
+
+    def save(self) -> None:
+        """Write the state that a resume begins from. All ranks call it."""
+        told = {"step": self._step, "total": self._total, "history": self.history}
+        save_state(self._folder / STATE, self._module.network, self._optimizer, told, self.ranks)
+        self.ranks.wait()
+
+    # The end
+
+    def export(self) -> None:
+        """Write the network as it is published, in the target's dtype on disk or bfloat16, and the
+        curves. All ranks call it."""
+        files = self.trainer.export()
+        tensors = {name: whole(tensor) for name, tensor in files.tensors.items()}
+        if self.ranks.is_first:
+            write_draft(self.settings.out, attrs.evolve(files, tensors=tensors))
+            if self.history:
+                self._draw()
+        self.ranks.wait()
+
+    def _draw(self) -> None:
+        try:
+            from specplug.training import curves
+        except ImportError:
+            self._say("curves.png needs matplotlib: pip install 'specplug[bench]'")
+            return
+        title = f"{self._selected.name} for {Path(self._model).name}"
+        curves.save(title, self.history, self.settings.out / "curves.png")
+
+    def measure(self) -> dict[float, float]:
+        """Return the accept lengths of the exported network by temperature. The first rank alone
+        measures; the others get nothing."""
+        if not self.ranks.is_first:
+            return {}
+        self._tell("measuring accept lengths", 0, 0)
+        return accept_lengths(
+            self._selected.name,
+            self.settings.out,
+            self._prompts,
+            model=self._model,
+            device=str(self.ranks.device),
+            num_steps=self.settings.num_steps,
+        )
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        self.ranks.leave()
+
+    def _tell(self, part: str, done: int, total: int, told: str = "") -> None:
+        if self.ranks.is_first:
+            self._progress(part, done, total, told)
+
+    def _say(self, line: str) -> None:
+        if self.ranks.is_first:
+            self._progress.say(line)
+
+
+def write_draft(folder: Path, files: DraftFiles) -> None:
+    """Write ``config.json`` and ``model.safetensors``, whose floating tensors are bfloat16."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(dict(files.config), indent=2) + "\n")
+    tensors = {
+        name: (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).contiguous()
+        for name, tensor in files.tensors.items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

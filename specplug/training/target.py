@@ -1,0 +1,210 @@
+"""The frozen target of a training, and what trainers may use of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from specplug.algorithm import SpecConfig
+from specplug.errors import UsageError, shown
+from specplug.model.checkpoint import load_checkpoint
+from specplug.model.hidden_states import HiddenStateCapture
+from specplug.speculative.trainer import TrainingBatch
+from specplug.training.rows import Rows
+
+Value = TypeVar("Value", int, float, str)
+
+EXAMPLES = 64
+"""Rows of an example."""
+
+KEPT_BYTES = 2**30
+"""The most bytes of features that are kept on a CPU from one epoch to the next."""
+
+
+class FrozenTarget:
+    """A causal LM of transformers, as transformers runs it, of which nothing is trained.
+
+    Args:
+        path: folder or hub id.
+        dtype: of its weights; None: what the checkpoint says.
+        device: where it runs.
+
+    Attributes:
+        model: the module.
+        capture: what its passes keep.
+    """
+
+    def __init__(self, path: str, dtype: torch.dtype | None, device: torch.device) -> None:
+        self.model: Any = load_checkpoint(path, dtype, device).eval().requires_grad_(False)
+        self.model.set_attn_implementation("sdpa")
+        self.device = device
+        self.capture = HiddenStateCapture(self.model)
+        self.config: Any = self.model.config.get_text_config()
+
+    @torch.no_grad()
+    def run(self, tokens: Tensor) -> dict[str, Tensor]:
+        """Run tokens [B, L] int64, each text from its beginning, and return what was captured: [B,
+        L, C] by name. What is padded at the end is seen by no token before it."""
+        self.capture.decoder(input_ids=tokens, use_cache=False)
+        shape = tokens.shape
+        return {name: found.view(*shape, -1) for name, found in self.capture.collect().items()}
+
+
+class FrozenRuntime:
+    """The ``TrainingRuntime`` of ``specplug train``.
+
+    Args:
+        target: the frozen one.
+        config: the algorithm's settings.
+        rows: that are trained on.
+        options: what the user gave by ``--set``.
+        tokenizer: the target's.
+    """
+
+    def __init__(
+        self,
+        target: FrozenTarget,
+        config: SpecConfig,
+        rows: Rows,
+        options: Mapping[str, str],
+        tokenizer: Any,
+    ) -> None:
+        self._target, self._rows, self._options = target, rows, dict(options)
+        self._asked: set[str] = set()
+        self._features: dict[int, dict[str, Tensor]] = {}
+        self._bytes = 0
+        self.config = config
+        self.tokenizer = tokenizer
+        self.device = target.device
+        self.dtype: torch.dtype = target.model.dtype
+        self.vocab_size: int = target.config.vocab_size
+        self.hidden_size: int = target.config.hidden_size
+        self.num_layers = len(target.capture.layers)
+        self.context_len: int = getattr(target.config, "max_position_embeddings", None) or 2048
+
+    def embed_tokens(self, token_ids: Tensor) -> Tensor:
+        """Apply the target's input embedding."""
+        embedded: Tensor = self._target.model.get_input_embeddings()(token_ids)
+        return embedded
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """Apply the target's output head."""
+        logits: Tensor = self._target.model.get_output_embeddings()(hidden)
+        return logits
+
+    def lm_head_rows(self, token_ids: Tensor) -> Tensor:
+        """Return rows of the target's output head."""
+        weight: Tensor = self._target.model.get_output_embeddings().weight
+        return weight[token_ids.to(weight.device)]
+
+    def capture_layer_inputs(self, layer_ids: tuple[int, ...]) -> str:
+        """Ask for the hidden states before these layers."""
+        return self._target.capture.keep_layer_inputs(layer_ids)
+
+    def capture_lm_head_input(self) -> str:
+        """Ask for what the LM head reads."""
+        return self._target.capture.keep_lm_head_input()
+
+    def setting(self, name: str, default: Value) -> Value:
+        """Return a setting of the trainer's own."""
+        self._asked.add(name)
+        given = self._options.get(name)
+        if given is None:
+            return default
+        try:
+            return type(default)(given)
+        except ValueError as error:
+            raise UsageError(
+                f"--set {name}={shown(given)}: expected a value like {default!r}"
+            ) from error
+
+    def check_options(self) -> None:
+        """Refuse what was given and no trainer has asked for.
+
+        Raises:
+            UsageError: there is such a setting.
+        """
+        unknown = sorted(set(self._options) - self._asked)
+        if unknown:
+            known = ", ".join(sorted(self._asked)) or "none"
+            raise UsageError(
+                f"--set {unknown[0]}: {self.config.algorithm}'s trainer has no such setting; "
+                f"expected one of: {known}"
+            )
+
+    def token_counts(self) -> Tensor:
+        """Count the tokens that are learnt."""
+        written = self._rows.tokens[self._rows.learnt].long()
+        return torch.bincount(written, minlength=self.vocab_size)
+
+    def example(self) -> TrainingBatch:
+        """Return the first rows as a batch."""
+        batch = self.batch(range(min(EXAMPLES, len(self._rows))))
+        self._features.clear()  # more may be captured after this
+        self._bytes = 0
+        return batch
+
+    def target_layer(self, index: int) -> nn.Module:
+        """Return a decoder layer of the target."""
+        return self._target.capture.layers[index]
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """Apply the norm after the target's last layer."""
+        normed: Tensor = _final_norm(self._target.capture.decoder)(hidden)
+        return normed
+
+    def batch(
+        self, indices: Any, total: Callable[[Tensor], Tensor] = lambda count: count
+    ) -> TrainingBatch:
+        """Run the target on rows, and return them as a batch.
+
+        Args:
+            indices: of the rows, [B].
+            total: of ``TrainingBatch.mean``.
+        """
+        chosen = torch.as_tensor(indices)
+        tokens, counted = self._rows.batch(chosen)
+        tokens = tokens.to(self.device)
+        one_by_one = self.device.type == "cpu"
+        return TrainingBatch(
+            tokens=tokens,
+            counted=counted.to(self.device),
+            features=self._kept(chosen) if one_by_one else self._target.run(tokens),
+            total=total,
+        )
+
+    def _kept(self, chosen: Tensor) -> dict[str, Tensor]:
+        """Return the features of rows, [B, L, C] by name, of which those that fit into
+        ``KEPT_BYTES`` are computed once.
+
+        Each row runs by itself, so that its bits do not depend on what else is in a batch, and a
+        resume finds the same. On a CPU that costs nothing.
+        """
+        found = [self._features_of(index) for index in chosen.tolist()]
+        return {
+            name: nn.utils.rnn.pad_sequence([each[name] for each in found], batch_first=True)
+            for name in found[0]
+        }
+
+    def _features_of(self, index: int) -> dict[str, Tensor]:
+        if index in self._features:
+            return self._features[index]
+        tokens, _ = self._rows.batch([index])
+        found = {name: each[0] for name, each in self._target.run(tokens).items()}
+        size = sum(each.nbytes for each in found.values())
+        if self._bytes + size <= KEPT_BYTES:
+            self._features[index] = found
+            self._bytes += size
+        return found
+
+
+def _final_norm(decoder: nn.Module) -> nn.Module:
+    """Return the norm after the layers, which models call ``norm``, ``ln_f`` or otherwise: the last
+    child that is a norm."""
+    norms = [child for name, child in decoder.named_children() if "norm" in name or "ln" in name]
+    if not norms:
+        raise UsageError(f"{type(decoder).__name__} has no final norm; expected one")
+    return norms[-1]

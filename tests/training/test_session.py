@@ -1,0 +1,176 @@
+"""A training from its data to a network that drafts; resumed, and by several processes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from specplug import LLM, SamplingParams, UsageError
+from specplug.training.session import TrainingSession, learning_rate
+from specplug.training.settings import TrainingSettings
+
+STEPS = 6
+
+
+class Interrupted(Exception):
+    """The training is interrupted."""
+
+
+@attrs.define
+class Recorded:
+    """Keeps what it is told, and interrupts the training after a step."""
+
+    interrupt_after: int = 10**9
+    lines: list[str] = attrs.field(factory=list)
+
+    def __call__(self, part: str, done: int, total: int, told: str = "") -> None:
+        if part == "training" and done > self.interrupt_after:
+            raise Interrupted
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def settings(target: Path, data: Path, out: Path, **changes: Any) -> TrainingSettings:
+    given = {
+        "algorithm": "EAGLE3",
+        "model": str(target),
+        "data": (data,),
+        "out": out,
+        "steps": STEPS,
+        "rows": 2,
+        "length": 24,
+        "regenerate": 0,
+        "num_steps": 3,
+        "device": "cpu",
+        "save_every": 3,
+        "precision": "float32",
+        "options": {"draft_vocab_size": "64", "intermediate_size": "48"},
+    }
+    return TrainingSettings(**{**given, **changes})
+
+
+def trained(told: TrainingSettings, *, resume: bool = False) -> dict[str, Tensor]:
+    """The weights of a training's network, unrounded."""
+    session = TrainingSession(told, Recorded(), resume=resume)
+    session.train()
+    session.export()
+    state = session.trainer.network.state_dict()
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def test_resumed_training_has_the_same_weights(target: Path, data: Path, tmp_path: Path) -> None:
+    whole = trained(settings(target, data, tmp_path / "whole"))
+    cut = settings(target, data, tmp_path / "cut")
+    with pytest.raises(Interrupted):
+        TrainingSession(cut, Recorded(interrupt_after=4)).train()
+    moved = (tmp_path / "cut").rename(tmp_path / "moved")
+    # All but the folder is as it was begun.
+    resumed = trained(TrainingSettings(algorithm="EAGLE3", out=moved), resume=True)
+    assert resumed.keys() == whole.keys()
+    assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE", "MULTI_LAYER_EAGLE"])
+def test_trained_network_drafts(algorithm: str, target: Path, data: Path, tmp_path: Path) -> None:
+    told = settings(target, data, tmp_path, algorithm=algorithm, regenerate=4)
+    told = attrs.evolve(told, options={"intermediate_size": "48"})
+    session = TrainingSession(told, Recorded())
+    session.train()
+    session.export()
+    assert session.history[-1]["step"] == STEPS
+    assert session.history[-1]["loss"] < session.history[0]["loss"]
+    assert len(session.history[-1]["top-1"]) == 3
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+    prompt, params = [5, 6, 7, 8], SamplingParams(max_tokens=12)
+    with LLM(target) as plain:
+        expected = plain.generate([prompt], params)[0].token_ids
+    drafts = {"speculative_draft_model_path": tmp_path, "speculative_num_steps": 3}
+    with LLM(target, speculative_algorithm=algorithm, **drafts) as llm:
+        assert llm.generate([prompt], params)[0].token_ids == expected
+    assert set(session.measure()) == {0.0, 1.0}
+
+
+def test_steps_of_minutes_are_saved(target: Path, data: Path, tmp_path: Path) -> None:
+    told = settings(target, data, tmp_path, steps=None, minutes=0.05)
+    session = TrainingSession(told, Recorded())
+    session.train()
+    resumed = TrainingSession(told, Recorded(), resume=True)
+    resumed.train()  # has no step left
+    assert resumed.history == session.history
+    assert session.history
+
+
+def test_several_processes_train_as_one(target: Path, data: Path, tmp_path: Path) -> None:
+    one = settings(target, data, tmp_path / "one")
+    trained(one)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "specplug", "train", "EAGLE3", "--target", str(target)]
+    command += ["--data", str(data), "--out", str(tmp_path / "two"), "--steps", str(STEPS)]
+    command += ["--rows", "2", "--length", "24", "--regenerate", "0", "--num-steps", "3"]
+    command += ["--device", "cpu", "--precision", "float32", "--set", "draft_vocab_size=64"]
+    command += ["--set", "intermediate_size=48", "--no-measure"]
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment |= {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], told
+    states = [load_file(tmp_path / n / "training" / "state.safetensors") for n in ("one", "two")]
+    assert states[0].keys() == states[1].keys()
+    for name, tensor in states[0].items():
+        torch.testing.assert_close(states[1][name], tensor, atol=2e-4, rtol=1e-3, msg=name)
+
+
+def test_algorithm_without_a_trainer_is_refused(target: Path, data: Path, tmp_path: Path) -> None:
+    told = settings(target, data, tmp_path, algorithm="NGRAM", options={})
+    with pytest.raises(UsageError, match=r"^NGRAM cannot be trained here: it has no create_train"):
+        TrainingSession(told, Recorded())
+
+
+def test_unknown_option_is_refused(target: Path, data: Path, tmp_path: Path) -> None:
+    told = settings(target, data, tmp_path, options={"draft_vocab": "64"})
+    with pytest.raises(UsageError, match=r"--set draft_vocab: .*draft_vocab_size"):
+        TrainingSession(told, Recorded())
+
+
+def test_hidden_states_are_those_of_the_target(target: Path, data: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    session = TrainingSession(settings(target, data, tmp_path / "out"), Recorded())
+    session.export_hidden_states(tmp_path / "states")
+    stored = load_file(tmp_path / "states" / "hidden_states" / "hs_0.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    kept: list[Tensor] = []
+    model.model.norm.register_forward_pre_hook(lambda module, args: kept.append(args[0][0]))
+    with torch.no_grad():
+        states = model(stored["token_ids"][None], output_hidden_states=True).hidden_states
+    # The inputs of layers 2, 2 and 1 of four, and what the final norm reads.
+    expected = torch.stack([states[2][0], states[2][0], states[1][0], kept[0]], dim=1)
+    torch.testing.assert_close(stored["hidden_states"], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_rate_rises_and_falls() -> None:
+    rates = [learning_rate(step, 100, 1.0, 10) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == rates[9]
+    assert rates[-1] < 0.02
