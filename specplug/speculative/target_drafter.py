@@ -52,7 +52,7 @@ class TargetDrafter(Drafter):
         return DraftInput(bonus_tokens=output.bonus_tokens)
 
     def receive(self, batch: Batch, last_tokens: Tensor) -> DraftInput:
-        """Begin with requests that another instance has prefilled, and the state that came along."""
+        """Begin with requests that another instance has prefilled, with what it sent."""
         received = received_state(batch, self.state_spec())
         return DraftInput(bonus_tokens=last_tokens, state=received.tensors)
 
