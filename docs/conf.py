@@ -15,6 +15,11 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 LINK = re.compile(r"\[([^\]]+)\]\(([^)#:]+)(?:#[^)]*)?\)")
 
+DIAGRAM = re.compile(r"^```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+EDGE = re.compile(r'(\w+) -(?:- "(.+)" -)?-> (\w+)')
+MESSAGE = re.compile(r"(\w+)--?>>(\w+): (.+)")
+NOTE = re.compile(r"Note over (\w+): (.+)")
+
 project = "specplug"
 extensions = ["myst_parser"]
 root_doc = "README"
@@ -35,8 +40,10 @@ def listed_pages() -> list[tuple[str, str]]:
 
 
 PAGES = listed_pages()
+PACKAGES = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("plugins/*/README.md"))]
 exclude_patterns = [".*", "build"]  # folders that are not even walked: environments, caches
-include_patterns = ["README.md", "specplug/kernels/README.md", *(path for path, _ in PAGES)]
+NAMES = [*(path for path, _ in PAGES), "specplug/kernels/README.md", *PACKAGES]
+include_patterns = ["README.md", *NAMES]
 
 
 def _of_site(app: Any, name: str, source: list[str]) -> None:
@@ -47,11 +54,38 @@ def _of_site(app: Any, name: str, source: list[str]) -> None:
         return found[1] if (folder / found[2]).is_dir() else found[0]
 
     text = LINK.sub(link, source[0])
-    text = text.replace("```mermaid\n", "```text\n")  # drawing it would need a script of others
+    text = DIAGRAM.sub(_as_text, text)  # drawing it would need a script of others
     if name == root_doc:
-        paths = [*(path for path, _ in PAGES), "specplug/kernels/README.md"]
-        text += "\n```{toctree}\n:hidden:\n\n" + "\n".join(paths) + "\n```\n"
+        text += "\n```{toctree}\n:hidden:\n\n" + "\n".join(NAMES) + "\n```\n"
     source[0] = text
+
+
+def _as_text(diagram: re.Match[str]) -> str:
+    """Write a diagram of Mermaid's as lines: each node with what its arrows lead to."""
+    names = dict(re.findall(r'(\w+)\["(.+?)"\]', diagram[1]))
+    names |= dict(re.findall(r"participant (\w+) as (.+)", diagram[1]))
+    lines: list[str] = []
+    arrows: dict[str, list[str]] = {}
+    messages: list[tuple[str, str]] = []
+    for line in map(str.strip, diagram[1].splitlines()[1:]):
+        if edge := EDGE.fullmatch(line):
+            start, label, end = names.get(edge[1], edge[1]), edge[2], names.get(edge[3], edge[3])
+            if label:
+                lines += [start, f"    {label}", f"    → {end}", ""]
+            else:
+                arrows.setdefault(start, []).append(end)
+        elif message := MESSAGE.fullmatch(line):
+            messages.append((f"{names[message[1]]} → {names[message[2]]}", message[3]))
+        elif note := NOTE.fullmatch(line):
+            messages.append((names[note[1]], note[2]))
+    width = max((len(who) for who, _ in [*messages, *arrows.items()]), default=0)
+    for who, what in messages:
+        first, *more = what.split("<br/>")
+        lines += [f"{who:{width}}  {first}", *(" " * (width + 2) + each for each in more)]
+    lines += [f"{start:{width}} → {', '.join(ends)}" for start, ends in arrows.items()]
+    while lines and not lines[-1]:
+        lines.pop()
+    return "\n".join(["```text", *lines, "```"])
 
 
 def _finish(app: Any, failure: Exception | None) -> None:
@@ -74,6 +108,7 @@ def _finish(app: Any, failure: Exception | None) -> None:
         "- [README.md](README.md): the start",
     ]
     lines += [f"- [{path}]({path}): {about.rstrip(' |')}" for path, about in PAGES]
+    lines += [f"- [{path}]({path}): the package of an algorithm or a view" for path in PACKAGES]
     (site / "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

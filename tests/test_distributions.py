@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from specplug.settings import settings_of
+
 ROOT = Path(__file__).parents[1]
 PYTHONS = "3.11", "3.12", "3.13"
 PROJECTS = [
@@ -69,3 +71,30 @@ def test_distribution_is_type_checked(project):
     modules = list(package(project).rglob("*.py"))
     assert modules
     assert [path for path in modules if named.isdisjoint((path, *path.parents))] == []
+
+
+def test_page_of_algorithms_is_right_about_each():
+    text = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    made = runpy.run_path(str(ROOT / "plugins" / "make_readmes.py"))["algorithms"]()
+    for info in made.values():
+        section = text.partition(f"\n## {info.name}\n")[2].partition("\n## ")[0]
+        assert info.paper.rpartition("/")[2] in section, info.name
+        own = () if info.settings is None else settings_of(info.settings)
+        assert all(f"`{name}`" in section for name in own), info.name
+        steps, nodes = info.defaults.num_steps, info.defaults.num_draft_tokens
+        shape = f"{steps}, {info.defaults.topk}, {nodes or steps + 1}"
+        kind = "both" if info.capabilities.branching else "chains"
+        row = rf"^\| \[`{info.name}`\]\(#{info.name.lower()}\) \| {shape} \|.*\| {kind} \|$"
+        assert re.search(row, text, re.MULTILINE), (info.name, shape)
+
+
+def test_figures_of_algorithms_are_those_of_the_benchmarks():
+    text = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    measured = (ROOT / "benchmarks" / "gpu" / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| \[`(\w+)`\]\S+ \| (\d.*?) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", text, re.MULTILINE
+    )
+    assert len(rows) == 8
+    for name, shape, length, alone, together in rows:
+        row = rf"^\| {name} \| {shape} \| {length} \| [\d,]+ \| {alone} \(.* \| {together} \("
+        assert re.search(row, measured, re.MULTILINE), name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,12 @@ import pytest
 from specplug.contract import HOOKS
 
 ROOT = Path(__file__).parents[1]
+DIAGRAMS = {
+    "architecture": ["run         → disagg, engine", "    keep_accepted, HookOrder.commit"],
+    "hosting": ["HookOrder → plugin  propose"],
+    "vllm_runners": ["vLLM's scheduler → model runner"],
+}
+"""By the page that has them, lines of each as the site shows it."""
 LINK = re.compile(r"\]\(([^)#:]+)\)")
 sphinx = pytest.importorskip("sphinx", reason="the extra `docs` is not installed")
 
@@ -56,6 +63,22 @@ def test_site_has_every_page_also_as_markdown(site: Path) -> None:
         assert (site / name).read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
         assert str(name) in listed
     assert all((site / name).is_file() for name in listed)
+
+
+def test_site_has_the_page_of_every_package(site: Path) -> None:
+    listed = LINK.findall((site / "llms.txt").read_text(encoding="utf-8"))
+    for page in ROOT.glob("plugins/*/README.md"):
+        name = page.relative_to(ROOT)
+        assert (site / name).with_suffix(".html").is_file(), name
+        assert str(name) in listed
+
+
+def test_site_shows_diagrams_as_lines(site: Path) -> None:
+    shown = {name: (site / "docs" / f"{name}.html").read_text("utf-8") for name in DIAGRAMS}
+    for name, lines in DIAGRAMS.items():
+        drawn = unescape(re.sub(r"<[^>]+>", "", shown[name]))
+        assert not re.search("sequenceDiagram|flowchart TB|graph TD", drawn), name
+        assert all(line in drawn for line in lines), name
 
 
 def test_site_has_every_hook(site: Path) -> None:
