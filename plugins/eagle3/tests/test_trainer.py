@@ -117,7 +117,7 @@ def test_first_step_is_the_networks_own_pass() -> None:
             embeds = made.runtime.embed_tokens(batch.tokens[text, 1 : p + 2])
             hidden = made.network(embeds, fused[: p + 1], torch.arange(p + 1), attend)
             said = made.network.logits(hidden[-1:]).log_softmax(-1)[0]
-            total -= float((wanted[p + 1, :40].softmax(-1) * said).sum())
+            total -= float((wanted[p + 1, :40].softmax(-1) * said).sum().detach())
             count += 1
     assert made.loss(batch).loss.item() == pytest.approx(total / count, rel=1e-4)
 
