@@ -33,6 +33,7 @@ MEASURED_WITH = "model", "draft", "accept_length", "reference", "seed"
 
 @click.command()
 @click.argument("name")
+@click.argument("more", nargs=-1, type=click.UNPROCESSED)
 @click.option("--model", metavar="PATH", help="The target; the default model if not given.")
 @click.option(
     "--draft", type=click.Path(path_type=Path), metavar="PATH", help="The draft model's folder."
@@ -54,6 +55,13 @@ MEASURED_WITH = "model", "draft", "accept_length", "reference", "seed"
     help="Chooses texts, budgets and what is sampled; accept lengths are always of the same texts.",
 )
 @click.option(
+    "--host",
+    "--engine",
+    "host",
+    metavar="NAME",
+    help="Check it in another engine, whose package specplug-NAME is installed.",
+)
+@click.option(
     "--only",
     multiple=True,
     metavar="ID",
@@ -71,9 +79,14 @@ MEASURED_WITH = "model", "draft", "accept_length", "reference", "seed"
 def check(ctx: click.Context, /, **options: Any) -> None:
     """Check the algorithm NAME by the conformance kit: that it is exact, and not blind.
 
-    Exits with 1 if a check fails. docs/conformance.md explains each.
+    Exits with 1 if a check fails. docs/conformance.md explains each. Another engine's own arguments
+    stand after "--".
     """
     Registry().select(options["name"])
+    if options["host"] is not None:
+        Registry().host(options["host"]).describe()
+    elif options["more"]:
+        raise UsageError(f"{shown(' '.join(options['more']))}: expected --host with them")
     if options["reference"] is not None:
         Registry().select(options["reference"])
     with reserve_standard_output() as out:
@@ -83,7 +96,7 @@ def check(ctx: click.Context, /, **options: Any) -> None:
 
             click.echo(json.dumps(as_mapping(options["name"], verdicts), indent=2), file=out)
     if not options["as_json"]:
-        print_verdicts(verdicts)
+        print_verdicts(verdicts, host=options["host"])
     _keep_grade(options, verdicts)
     ctx.exit(1 if any(each.is_wrong for each in verdicts) else 0)
 
@@ -126,6 +139,8 @@ def _run(options: dict[str, Any]) -> list[Verdict]:
                 accept_length=options["accept_length"],
                 reference=options["reference"],
                 seed=options["seed"],
+                host=options["host"],
+                host_arguments=options["more"],
                 expected_failures=options["fails"],
             )
         )
@@ -143,7 +158,7 @@ def _keep_grade(options: dict[str, Any], verdicts: Sequence[Verdict]) -> None:
     from specplug.testing.grades import EarnedGrade, Holder, keep
     from specplug.testing.verdict import checks_left_out, grade_of
 
-    if checks_left_out(verdicts):
+    if checks_left_out(verdicts) or options["host"] is not None:
         return
     name = Registry().select(options["name"]).name
     given = {key: options[key] for key in MEASURED_WITH if options[key] not in (None, 0)}
@@ -187,8 +202,8 @@ def as_mapping(name: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
     }
 
 
-def print_verdicts(verdicts: Sequence[Verdict]) -> None:
-    """Print a table, what failed below it, and the grade."""
+def print_verdicts(verdicts: Sequence[Verdict], *, host: str | None = None) -> None:
+    """Print a table, what failed below it, and the grade, which the embedded engine alone gives."""
     from specplug.testing.verdict import told_grade
 
     rows = [
@@ -206,4 +221,5 @@ def print_verdicts(verdicts: Sequence[Verdict]) -> None:
         if each.is_wrong:
             lines = map(printable, each.told.rsplit("\n", 1))  # the page is a line of its own
             click.echo("\n" + "\n".join(lines), file=sys.stderr)
-    click.echo(f"\ngrade: {told_grade(verdicts)}")
+    if host is None:
+        click.echo(f"\ngrade: {told_grade(verdicts)}")

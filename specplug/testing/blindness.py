@@ -9,6 +9,7 @@ import attrs
 
 from specplug.testing.check import Failure, NotApplicable, check
 from specplug.testing.configuration import SIMPLEST, Configuration, cover, shown, smallest
+from specplug.testing.hosted import acceptance_in_host
 from specplug.testing.laboratory import Drafted, Key, Laboratory
 
 AGREE = 0.97
@@ -212,7 +213,12 @@ def refuse_quick(laboratory: Laboratory) -> None:
         raise NotApplicable("nothing is measured in a quick run")
 
 
-@check("gold.acceptance", "gold", "accept length is what its author declares")
+@check(
+    "gold.acceptance",
+    "gold",
+    "accept length is what its author declares",
+    hosted=acceptance_in_host,
+)
 def acceptance(laboratory: Laboratory) -> str:
     """Measure the accept length, and compare it with the declared one."""
     if laboratory.subject.selected.info.defaults.num_draft_tokens == 1:

@@ -39,12 +39,15 @@ class Check:
         title: what holds if it passes.
         run: the check itself. It raises ``Failure``, or ``NotApplicable``; whatever else it raises
             is a failure too. What it returns was measured, and is shown.
+        hosted: the check of an algorithm that runs in another engine, as ``run``; None: it does
+            not apply there, as it looks into the embedded engine.
     """
 
     id: str
     grade: Grade
     title: str
     run: Callable[[Laboratory], str | None]
+    hosted: Callable[[Laboratory], str | None] | None = None
 
     @property
     def page(self) -> str:
@@ -56,12 +59,24 @@ CHECKS: dict[str, Check] = {}
 """By id, those whose modules are imported; ``all_checks`` imports them all."""
 
 
-def check(id: str, grade: Grade, title: str) -> Callable[[Callable[..., str | None]], Check]:
-    """Make a check of a function, and add it to the kit."""
+def check(
+    id: str,
+    grade: Grade,
+    title: str,
+    hosted: Callable[[Laboratory], str | None] | None = None,
+    *,
+    anywhere: bool = False,
+) -> Callable[[Callable[..., str | None]], Check]:
+    """Make a check of a function, and add it to the kit.
+
+    Args:
+        hosted: the check in another engine; None: it does not apply there.
+        anywhere: whether it runs no engine, and so is the same for all.
+    """
 
     def made(run: Callable[[Laboratory], str | None]) -> Check:
         assert id not in CHECKS, f"two checks {id}"
-        CHECKS[id] = Check(id, grade, title, run)
+        CHECKS[id] = Check(id, grade, title, run, run if anywhere else hosted)
         return CHECKS[id]
 
     return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -28,6 +28,8 @@ class AlgorithmTests:
     expected_failures: ClassVar[Mapping[str, str]] = {}
     seed: ClassVar[int] = 0
     quick: ClassVar[bool] = False
+    host: ClassVar[str | None] = None
+    host_arguments: ClassVar[Sequence[str]] = ()
 
     @classmethod
     def subject(cls) -> Subject:
@@ -41,6 +43,8 @@ class AlgorithmTests:
             expected_failures=cls.expected_failures,
             seed=cls.seed,
             quick=cls.quick,
+            host=cls.host,
+            host_arguments=cls.host_arguments,
         )
 
     def test_conforms(self, specplug_check: Check, specplug_laboratory: Laboratory) -> None:

@@ -7,10 +7,16 @@ from collections.abc import Sequence
 from specplug.errors import SpecplugError
 from specplug.testing.check import Failure, check
 from specplug.testing.configuration import Configuration, cover, shown, smallest
+from specplug.testing.hosted import tokens_in_host
 from specplug.testing.laboratory import Laboratory
 
 
-@check("exact.tokens", "bronze", "the tokens are those of plain decoding, greedy and sampled")
+@check(
+    "exact.tokens",
+    "bronze",
+    "the tokens are those of plain decoding, greedy and sampled",
+    hosted=tokens_in_host,
+)
 def tokens(laboratory: Laboratory) -> str:
     """Run a cover of all pairs of settings. Name the simplest one that differs, or raises."""
     configurations = cover()

@@ -12,7 +12,7 @@ from specplug.testing.laboratory import Laboratory
 HEAVY = "torch", "transformers", "triton"
 
 
-@check("form.listing", "bronze", "listing the algorithm imports no torch")
+@check("form.listing", "bronze", "listing the algorithm imports no torch", anywhere=True)
 def listing(laboratory: Laboratory) -> None:
     """Import the plugin in a process of its own, as a listing does."""
     name = laboratory.subject.algorithm
@@ -34,7 +34,12 @@ def listing(laboratory: Laboratory) -> None:
         )
 
 
-@check("form.hooks", "bronze", "its hooks are the contract's, with the contract's arguments")
+@check(
+    "form.hooks",
+    "bronze",
+    "its hooks are the contract's, with the contract's arguments",
+    anywhere=True,
+)
 def hooks(laboratory: Laboratory) -> None:
     """Ask the registry what is wrong with the plugin."""
     name = laboratory.subject.algorithm

@@ -7,6 +7,7 @@ before a class of the kit is collected.
 from __future__ import annotations
 
 import re
+import shlex
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         metavar="N",
         help="choose texts, budgets and what is sampled by this seed",
+    )
+    group.addoption(
+        "--specplug-host",
+        metavar="NAME",
+        help="check in another engine, whose package specplug-NAME is installed",
+    )
+    group.addoption(
+        "--specplug-host-arguments",
+        default="",
+        metavar="ARGUMENTS",
+        help="that engine's own arguments, in one text",
     )
 
 
@@ -98,5 +110,9 @@ def specplug_laboratory(request: pytest.FixtureRequest) -> Laboratory:
     seed = request.config.getoption("--specplug-seed")
     if seed is not None:
         subject = attrs.evolve(subject, seed=seed)
+    host = request.config.getoption("--specplug-host")
+    if host is not None:
+        given = shlex.split(request.config.getoption("--specplug-host-arguments"))
+        subject = attrs.evolve(subject, host=host, host_arguments=given)
     refuse_unknown(subject.expected_failures)
     return Laboratory(subject)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,9 @@ class Subject:
             good as published; it is measured beside this one, with the same settings.
         seed: chooses texts, budgets and the seeds of sampled requests. 0: the texts of which accept
             lengths are declared.
+        host: another engine in which the algorithm runs, by the name of a ``HostPlugin``; None: the
+            embedded one. Checks that look into the embedded engine do not apply there.
+        host_arguments: of that engine's command line.
         quick: few texts and short outputs, in all configurations, and no measurements: a suite of
             tests that runs often. It earns no grade.
         expected_failures: by the id of a check, why it fails. One that passes all the same is a
@@ -51,6 +54,8 @@ class Subject:
     reference: str | object | None = None
     seed: int = attrs.field(default=0, validator=[instance_of(int), ge(0)])
     quick: bool = False
+    host: str | None = None
+    host_arguments: Sequence[str] = ()
     expected_failures: Mapping[str, str] = attrs.field(factory=dict, validator=_known_checks)
 
     @property
