@@ -26,6 +26,7 @@ pytest.importorskip("copier", reason="specplug[new] is not installed")
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "new.md"
+WALK = ROOT / "docs" / "write_an_algorithm.md"
 CACHE = ROOT / ".mypy_cache" / "made"  # what mypy knows of torch takes a minute to learn
 PROMPTS = ["x = [1, 2, 3]\ny = [1, 2, 3]\nz = [1,", "class Stack:\n    def push(self, item):\n"]
 PARAMS = [
@@ -318,3 +319,49 @@ def test_the_page_goes_from_nothing_to_a_bench(tmp_path: Path, shell: dict[str, 
         check=False,
     )
     assert "2 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_walk_ends_at_a_measured_plugin(tmp_path: Path, shell: dict[str, str]) -> None:
+    """Its commands and its changes, in order; what takes minutes is made smaller."""
+    part = {
+        "specplug check RECENT": " --only form",
+        "specplug bench": " --rounds 1 --num-prompts 1 --max-new-tokens 8",
+    }
+    text, change = WALK.read_text(encoding="utf-8"), ""
+    lengths = []
+    for kind, block in re.findall(r"^```(sh|diff)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        if kind == "diff":
+            change = block
+            patch(tmp_path / "specplug-recent", change)
+            continue
+        for line in block.splitlines():
+            less = part.get(line) or part.get(" ".join(line.split()[:2]), "")
+            done = subprocess.run(
+                ["bash", "-euc", line.partition("  # exits")[0] + less],
+                cwd=tmp_path,
+                env=shell,
+                capture_output=True,
+                text=True,
+                timeout=200,
+                check=False,
+            )
+            fails = line.endswith("# exits with 1")
+            assert done.returncode == fails, f"{line}\n{done.stdout}{done.stderr}"
+            lengths += re.findall(r"mean accept length ([\d.]+)", done.stderr)
+            if fails:
+                told = " ".join(done.stderr.split())
+                assert "drafted [671, 2750, 26, 711]; expected [671, 2750, 26, 428]" in told
+                patch(tmp_path / "specplug-recent", change, "--reverse")
+    assert lengths[:2] == ["2.94", "2.76"]
+    assert all(f"accept length of {length}" in text for length in lengths[:2])
+    assert (tmp_path / "trees.html").stat().st_size > 10_000
+    assert (tmp_path / "trace.json").stat().st_size > 1_000
+
+
+def patch(folder: Path, change: str, *options: str) -> None:
+    """Apply a change to a package, or take it back."""
+    words = ["git", "apply", *options, "-"]
+    done = subprocess.run(
+        words, input=change, cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
