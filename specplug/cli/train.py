@@ -71,7 +71,11 @@ def _check_alone(ctx: click.Context) -> None:
     "--minutes", type=click.FloatRange(min=0.1), metavar="M", show_default="15, without --steps",
     help="Of the whole training; the first steps tell how many fit.",
 )  # fmt: skip
-@click.option("--rows", type=COUNT, metavar="B", help="Texts of a step, in all processes together.")
+@click.option(
+    "--rows", type=COUNT, metavar="B",
+    help="Texts of a step, in all processes together; the algorithm's own number if not given, 32 "
+    "times as many on a GPU.",
+)  # fmt: skip
 @click.option(
     "--length", type=COUNT, default=192, show_default=True, metavar="L",
     help="The most tokens of a text.",

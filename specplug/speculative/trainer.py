@@ -154,7 +154,7 @@ class Trainer(ABC):
 
     Attributes:
         network: all of its parameters that require a gradient are trained.
-        rows: texts of a step, in all processes together.
+        rows: texts of a step on a CPU, in all processes together; on a GPU 32 times as many.
         learning_rate: the highest, after the warm-up.
     """
 
