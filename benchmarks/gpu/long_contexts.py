@@ -24,7 +24,7 @@ from known_drafts import KnownDrafts
 from points import Generation, Point, Results, time_steps
 from shapes import SHAPES, write_shape
 
-from specplug import Batch, CommittedOutput, Draft, DraftInput, Runtime, hookimpl
+from specplug import Batch, CommittedOutput, Draft, DraftInput, FutureMap, Runtime, hookimpl
 from specplug_sparse_self import SparseSelf
 from specplug_sparse_self.view import View
 from specplug_sparse_self.worker import SparseSelfWorker
@@ -82,18 +82,22 @@ class SetAcceptance(SparseSelf):
 
     @hookimpl
     def build_draft_input(
-        self, runtime: Runtime, batch: Batch, target_output: CommittedOutput
+        self,
+        runtime: Runtime,
+        batch: Batch,
+        target_output: CommittedOutput,
+        future_map: FutureMap,
     ) -> DraftInput:
         known = self._known.build_draft_input(self._known_runtime, batch, target_output)
         if not self.mode.steps:
             return known
-        return super().build_draft_input(runtime, batch, target_output)
+        return super().build_draft_input(runtime, batch, target_output, future_map)
 
     @hookimpl
     def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
         if not self.mode.steps:
             return Draft.chain(draft_input.bonus_tokens.unsqueeze(1))
-        runtime.worker.width = self.mode.steps + 1
+        runtime.worker.num_draft_tokens = self.mode.steps + 1
         computed = super().propose(runtime, batch, draft_input)
         known = self._known.propose(self._known_runtime, batch, draft_input)
         width = computed.tokens.shape[1]

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 @torch.no_grad()
 def begin_like(layer: nn.Module, target: nn.Module) -> None:
-    """Copy a decoder layer of the target into a draft's, as far as there are matrices of the same
-    names and as there is room; the rest stays as it is.
+    """Copy a decoder layer of the target into a draft's.
+
+    It is copied as far as there are matrices of the same names and as there is room; the rest
+    stays as it is.
 
     A draft's matrix that is wider than the target's reads something else first: its last columns
     stand for what the target's reads. A feed-forward layer gets as many of the inner features as it
@@ -40,8 +42,9 @@ def _copy_matrix(name: str, ours: Tensor, theirs: Tensor) -> None:
 
 @torch.no_grad()
 def norm_weight(norm: Callable[[Tensor], Tensor], like: Tensor) -> Tensor | None:
-    """Return by what a root-mean-square norm multiplies each feature, however it stores that; None
-    for a norm of another width or kind.
+    """Return by what a root-mean-square norm multiplies each feature, however it stores that.
+
+    None for a norm of another width or kind.
 
     Args:
         like: the weight of the norm that gets it, [H].

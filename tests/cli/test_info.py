@@ -118,6 +118,7 @@ def test_json(full):
                 "fixup_idle",
                 "supports_target_verify_for_draft",
                 "export_draft_state",
+                "create_trainer",
             ],
         },
         "weights": {
