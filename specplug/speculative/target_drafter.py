@@ -5,6 +5,7 @@ Zhang et al. (Draft & Verify, arXiv 2309.08168); Chen et al. (MagicDec, arXiv 24
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -101,19 +102,14 @@ class TargetDrafter(Drafter):
         logits, _ = self.advance(roots, None, self._seen)
         return self.likeliest(batch, logits, batch.seq_lens.unsqueeze(1), 1)
 
-    def _plan_drafted(
-        self,
-        batch: Batch,
-        width: int,
-        *,
-        offset: int,
-        depth: int | None = None,
-        mask: Tensor | None = None,
-    ) -> TargetPlan:
-        """Plan a pass over drafted tokens, which sees what the roots saw."""
-        if self._seen is None:
+    def _drafted_text(self, batch: Batch) -> tuple[Tensor, Callable[..., AttentionPlan]]:
+        """Return where the text of the pass that drafts begins, and what plans passes over what
+        the roots saw."""
+        seen = self._seen
+        if seen is None:
             raise PluginError("a TargetDrafter drafts by propose(), which plans what its rows see")
-        positions = None
-        if depth is not None:
-            positions = (batch.seq_lens + depth).unsqueeze(1).expand(-1, width)
-        return self._seen.rows(width, offset=offset, positions=positions, mask=mask)
+
+        def plan(batch: Batch, starts: Tensor, width: int, **where: Any) -> TargetPlan:
+            return seen.rows(width, **where)  # its batch and starts are the roots'
+
+        return batch.seq_lens, plan
