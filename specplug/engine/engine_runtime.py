@@ -258,14 +258,8 @@ class EngineRuntime(RuntimeBase):
         method: str = "plan_attention",
     ) -> None:
         """Refuse a pass that would write outside the slots that are kept for drafts."""
-        bs, device = batch.size, batch.seq_lens.device
-        if starts.shape != (bs,) or starts.dtype != torch.int64 or starts.device != device:
-            raise PluginError(
-                f"{method}: starts {described(starts)}; expected [{bs}] of torch.int64 on "
-                f"{device}, for {bs} requests of {width} rows at offset {offset}"
-            )
         most = max(self._num_lookahead_slots, *batch.chunk_widths, 0)
-        check_rows(method, starts, width, offset, positions, mask, most=most)
+        check_rows(method, batch.seq_lens, starts, width, offset, positions, mask, most=most)
 
     def temperatures(self, batch: Batch) -> Tensor:
         return self._sampler.temperatures(batch.req_indices)

@@ -421,6 +421,7 @@ def _write(
 
 def check_rows(
     method: str,
+    lengths: Tensor,
     starts: Tensor,
     width: int,
     offset: int,
@@ -433,13 +434,14 @@ def check_rows(
 
     Args:
         method: that the plugin called.
-        starts: [bs] int64; the others as in ``Runtime.plan_attention``.
+        lengths: [bs] int64, the engine's own: ``starts`` are of their form.
+        starts, width, offset, positions, mask: as in ``Runtime.plan_attention``.
         most: slots from ``starts`` on.
 
     Raises:
         PluginError: by the name of what is wrong.
     """
-    bs, span = len(starts), offset + width
+    bs, span, device = len(lengths), offset + width, lengths.device
     if not 1 <= width <= most - offset:
         raise PluginError(
             f"{method}: width {width} at offset {offset}; expected at least 1 and, with "
@@ -447,15 +449,16 @@ def check_rows(
             "num_draft_slots in validate_config()"
         )
     for name, found, dtype, shapes in (
+        ("starts", starts, torch.int64, [(bs,)]),
         ("positions", positions, torch.int64, [(bs, width), (1, width)]),
         ("mask", mask, torch.bool, [(bs, width, span), (1, width, span)]),
     ):
         if found is not None and (
-            found.shape not in shapes or found.dtype != dtype or found.device != starts.device
+            found.shape not in shapes or found.dtype != dtype or found.device != device
         ):
             raise PluginError(
                 f"{method}: {name} {described(found)}; expected {list(shapes[0])} of "
-                f"{dtype} on {starts.device}, for {bs} requests of {width} rows at "
+                f"{dtype} on {device}, for {bs} requests of {width} rows at "
                 f"offset {offset}"
             )
 

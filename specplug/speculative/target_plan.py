@@ -200,7 +200,8 @@ class LentTargetPlan(LentPlan):
     ) -> LentTargetPlan:
         """Return the plan of other rows, as ``TargetPlan.rows`` says."""
         plan = self._plan
-        check_rows("rows", plan.ends, width, offset, positions, mask, most=plan.room)
+        ends = plan.ends
+        check_rows("rows", ends, ends, width, offset, positions, mask, most=plan.room)
         if offset < 0:
             raise PluginError(f"rows: offset {offset}; expected slots from starts on")
         return LentTargetPlan(plan.rows_at(width, offset, positions, mask))
