@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from specplug.bench.summary import ROUNDS_FOR_QUARTILES, Report, Summary, caption
+from specplug.bench.summary import Report, Summary, caption
 
 COLORS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288",
@@ -107,7 +107,7 @@ def draw_speed_up(report: Report) -> Figure:
     """Draw a bar for each variant and batch size: its speed-up, with tokens per second."""
     figure, panels = _rows(report, "How much faster than plain decoding", sharex=True)
     rounds = report.settings["rounds"]
-    quartiles = rounds >= ROUNDS_FOR_QUARTILES
+    quartiles = report.has_quartiles
     most = max(summary.speed_up.greatest for summary in report.summaries)
     for axes, size in zip(panels, report.batch_sizes, strict=True):
         summaries = _ordered(report, size)

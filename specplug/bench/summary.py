@@ -244,13 +244,6 @@ class Summary:
         ``drafted`` for how many these are."""
         return [a / d for a, d in zip(self.accepted, self.drafted, strict=True)]
 
-    @property
-    def survival(self) -> list[float]:
-        """Of all verifications the share in which position 1, 2, … was accepted, from 0 to 1. Their
-        sum is the mean accept length without the bonus token."""
-        verifications = self._total("verifications")
-        return [accepted / verifications for accepted in self.accepted]
-
     @cached_property
     def time(self) -> TimeSplit:
         """The wall time by part."""
@@ -364,6 +357,12 @@ class Report:
         return not failed and not any(summary.differences for summary in self.summaries)
 
     @property
+    def has_quartiles(self) -> bool:
+        """Whether there are rounds enough for half of them to lie between the quartiles."""
+        rounds: int = self.settings["rounds"]
+        return rounds >= ROUNDS_FOR_QUARTILES
+
+    @property
     def knows_parts(self) -> bool:
         """Whether the engine says what the parts of its steps took."""
         return any(summary.time.other < summary.time.wall for summary in self.summaries)
@@ -435,11 +434,10 @@ class Table:
 def tables(report: Report) -> list[Table]:
     """Make the tables: speed, time by part if the engine knows it and, if anything was drafted,
     nodes of a step, acceptance by position, and how well scores foresaw it."""
-    spread = _spread_column(report)
-    shape, rate = ("S", "K", "N"), ("tokens/s", "speed-up", spread)
+    shape, rate = ("S", "K", "N"), ("tokens/s", "speed-up", _spread_column(report))
     speed = Table(
         ("algorithm", "batch", *shape, *rate, "accept length", "identical"),
-        [_speed(summary, spread) for summary in report.summaries],
+        [_speed(summary, report.has_quartiles) for summary in report.summaries],
     )
     time = Table(
         ("algorithm", "batch", "ms/token", *PARTS),
@@ -472,7 +470,7 @@ def tables(report: Report) -> list[Table]:
 
 
 def _spread_column(report: Report) -> str:
-    return "quartiles" if report.settings["rounds"] >= ROUNDS_FOR_QUARTILES else "range"
+    return "quartiles" if report.has_quartiles else "range"
 
 
 def legend(report: Report) -> list[str]:
@@ -563,12 +561,12 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _speed(summary: Summary, spread: str) -> list[str]:
+def _speed(summary: Summary, quartiles: bool) -> list[str]:
     config, ratio = summary.series.config, summary.speed_up
     length = summary.mean_accept_length
     names = "num_steps", "topk", "num_draft_tokens"
     plain = summary.series.variant.is_baseline
-    low, high = ratio.within(spread == "quartiles")
+    low, high = ratio.within(quartiles)
     return [
         summary.label,
         str(summary.batch_size),

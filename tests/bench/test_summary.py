@@ -172,10 +172,11 @@ def test_two_rounds_have_a_range_and_four_have_quartiles(make_series, make_repor
     ]
 
 
-def test_survival_says_how_often_all_verifications_get_so_far(make_series):
+def test_accepted_of_all_verifications_add_up_to_the_accept_length(make_series):
     mine = Summary(*reversed(make_series("A", {"NONE": [1.0], "A": [1.0]})))
-    assert mine.survival == [0.5, 0.4, 0.2]
-    assert mine.mean_accept_length == pytest.approx(1 + sum(mine.survival))
+    survival = [accepted / 10 for accepted in mine.accepted]
+    assert survival == [0.5, 0.4, 0.2]
+    assert mine.mean_accept_length == pytest.approx(1 + sum(survival))
     assert mine.wasted_nodes == pytest.approx(3.2 - 2.1)
 
 
