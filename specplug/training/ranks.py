@@ -51,6 +51,11 @@ class Ranks:
         """Whether this process writes and tells what all have done."""
         return self.rank == 0
 
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether the ranks train on processors."""
+        return self.device.type == "cpu"
+
     def share(self, indices: Tensor) -> Tensor:
         """Return this rank's of what all ranks have: every ``size``-th."""
         return indices[self.rank :: self.size]

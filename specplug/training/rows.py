@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
 import attrs
 import torch
@@ -95,10 +96,15 @@ class Rows:
         from the seed and the epoch alone."""
         each = torch.arange(step * size, (step + 1) * size)
         epochs = each // len(self)
-        orders = {
-            epoch: torch.randperm(len(self), generator=torch.Generator().manual_seed(seed + epoch))
-            for epoch in set(epochs.tolist())
-        }
         return torch.stack(
-            [orders[int(e)][i % len(self)] for e, i in zip(epochs, each, strict=True)]
+            [
+                _order(len(self), seed + int(epoch))[i % len(self)]
+                for epoch, i in zip(epochs, each, strict=True)
+            ]
         )
+
+
+@lru_cache(maxsize=2)
+def _order(count: int, seed: int) -> Tensor:
+    """Return the order of an epoch; a step is of one epoch, or of the end of one and the next."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))

@@ -141,8 +141,8 @@ class TrainingSession:
         self.trainer = hooks.create_trainer(self._runtime)
         self._runtime.check_options()
         self._rows = rows
-        on_cpu = self.ranks.device.type == "cpu"
-        self._size = settings.rows or self.trainer.rows * (1 if on_cpu else GPU_ROWS)
+        times = 1 if self.ranks.is_on_cpu else GPU_ROWS
+        self._size = settings.rows or self.trainer.rows * times
         if self._size % self.ranks.size:
             raise UsageError(
                 f"--rows {self._size}: expected a multiple of {self.ranks.size}, the number of "
@@ -185,8 +185,8 @@ class TrainingSession:
             return own, prompts
         begun = time.monotonic()
         chosen = choose_prompts(texts, settings.regenerate, length, settings.seed)
-        on_cpu = self.ranks.device.type == "cpu"
-        engine = attrs.evolve(self._engine, max_running_requests=64 if on_cpu else 1024)
+        together = 64 if self.ranks.is_on_cpu else 1024
+        engine = attrs.evolve(self._engine, max_running_requests=together)
         written = Rows.of(
             regenerate(
                 engine,

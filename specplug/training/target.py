@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,8 @@ from specplug.algorithm import SpecConfig
 from specplug.errors import UsageError, shown
 from specplug.model.checkpoint import load_checkpoint
 from specplug.model.hidden_states import HiddenStateCapture
-from specplug.speculative.trainer import TrainingBatch
+from specplug.speculative.trainer import TrainingBatch, Value
 from specplug.training.rows import Rows
-
-Value = TypeVar("Value", int, float, str)
 
 EXAMPLES = 64
 """Rows of an example."""
