@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from specplug.speculative.feature_drafter import FeatureDrafter
     from specplug.speculative.future_map import FutureMap
     from specplug.speculative.hook_order import Batch, RequestView
-    from specplug.speculative.initial_weights import begin_like, norm_weight
+    from specplug.speculative.initial_weights import begin_like, layer_sizes, norm_weight
     from specplug.speculative.lattice import Lattice, likeliest_tree, longest_path
     from specplug.speculative.noise import couple
     from specplug.speculative.output_kind import PerTokenOutput
@@ -128,6 +128,7 @@ _LAZY = {
     "TokenDrafter": "specplug.speculative.token_drafter",
     "TokenMap": "specplug.speculative.token_map",
     "begin_like": "specplug.speculative.initial_weights",
+    "layer_sizes": "specplug.speculative.initial_weights",
     "norm_weight": "specplug.speculative.initial_weights",
     "DraftFiles": "specplug.speculative.trainer",
     "FeatureTrainer": "specplug.speculative.trainer",
@@ -223,6 +224,7 @@ __all__ = [
     "couple",
     "hookimpl",
     "keep_likeliest",
+    "layer_sizes",
     "layers",
     "likeliest_tokens",
     "likeliest_tree",

@@ -1,4 +1,4 @@
-"""Weights that a draft network begins with: those of the target's own layers."""
+"""What a draft network begins with: the sizes and the weights of the target's own layers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from specplug.speculative.layers import rope_keys
+from specplug.speculative.trainer import TrainingRuntime
+
+
+def layer_sizes(runtime: TrainingRuntime) -> dict[str, Any]:
+    """Return the sizes of a draft's decoder layer that is shaped as the target's are.
+
+    They are called as in ``config.json``, but for ``rope``, what ``layers.Rotary`` reads. The width
+    of the MLP is the setting ``intermediate_size`` (``--set``), four times the target's width if it
+    is not given.
+    """
+    target, size = runtime.config.target_config, runtime.hidden_size
+    heads = target["num_attention_heads"]
+    return {
+        "hidden_size": size,
+        "intermediate_size": runtime.setting("intermediate_size", 4 * size),
+        "num_attention_heads": heads,
+        "num_key_value_heads": target.get("num_key_value_heads") or heads,
+        "head_dim": target.get("head_dim") or size // heads,
+        "rms_norm_eps": target.get("rms_norm_eps") or 1e-6,
+        "rope": rope_keys(target),
+        "max_position_embeddings": runtime.context_len,
+    }
 
 
 @torch.no_grad()

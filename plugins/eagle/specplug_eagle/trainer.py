@@ -13,7 +13,14 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from specplug import DraftFiles, FeatureTrainer, TrainingBatch, TrainingRuntime, layers
+from specplug import (
+    DraftFiles,
+    FeatureTrainer,
+    TrainingBatch,
+    TrainingRuntime,
+    layer_sizes,
+    layers,
+)
 from specplug_eagle.checkpoint import read_network
 from specplug_eagle.network import EagleConfig, EagleNetwork
 
@@ -59,21 +66,9 @@ class EagleTrainer(FeatureTrainer):
 @torch.no_grad()
 def new_network(runtime: TrainingRuntime) -> EagleNetwork:
     """Make a head that begins by saying the feature that it reads, and a little of the token."""
-    target, size = runtime.config.target_config, runtime.hidden_size
-    heads = target["num_attention_heads"]
+    size = runtime.hidden_size
     network = EagleNetwork(
-        EagleConfig(
-            hidden_size=size,
-            intermediate_size=runtime.setting("intermediate_size", 4 * size),
-            num_hidden_layers=1,
-            num_attention_heads=heads,
-            num_key_value_heads=target.get("num_key_value_heads") or heads,
-            head_dim=target.get("head_dim") or size // heads,
-            vocab_size=runtime.vocab_size,
-            rms_norm_eps=target.get("rms_norm_eps") or 1e-6,
-            rope=layers.rope_keys(target),
-            max_position_embeddings=runtime.context_len,
-        )
+        EagleConfig(num_hidden_layers=1, vocab_size=runtime.vocab_size, **layer_sizes(runtime))
     )
     for name, parameter in network.named_parameters():
         if parameter.ndim == 2:

@@ -14,6 +14,7 @@ from specplug import (
     TrainingBatch,
     TrainingRuntime,
     begin_like,
+    layer_sizes,
     layers,
     norm_weight,
 )
@@ -70,23 +71,14 @@ class Eagle3Trainer(FeatureTrainer):
 def new_network(runtime: TrainingRuntime) -> Eagle3Network:
     """Make a small random head as wide as the target, whose vocabulary is the tokens that the
     target writes most."""
-    target, size, count = runtime.config.target_config, runtime.hidden_size, runtime.num_layers
-    heads = target["num_attention_heads"]
     most = min(32000, 3 * runtime.vocab_size // 4)
     vocabulary = runtime.setting("draft_vocab_size", most)
     config = Eagle3Config(
-        hidden_size=size,
-        intermediate_size=runtime.setting("intermediate_size", 4 * size),
-        num_attention_heads=heads,
-        num_key_value_heads=target.get("num_key_value_heads") or heads,
-        head_dim=target.get("head_dim") or size // heads,
-        target_hidden_size=size,
+        target_hidden_size=runtime.hidden_size,
         vocab_size=runtime.vocab_size,
         draft_vocab_size=vocabulary,
-        rms_norm_eps=target.get("rms_norm_eps") or 1e-6,
-        rope=layers.rope_keys(target),
-        max_position_embeddings=runtime.context_len,
-        aux_layer_ids=aux_layers(count),
+        aux_layer_ids=aux_layers(runtime.num_layers),
+        **layer_sizes(runtime),
     )
     network = Eagle3Network(config)
     for name, parameter in network.named_parameters():

@@ -16,7 +16,7 @@ from specplug import (
     TrainingRuntime,
     UnrolledAttention,
     UsageError,
-    layers,
+    layer_sizes,
     norm_weight,
 )
 from specplug_multi_layer_eagle.network import MTPConfig, MTPNetwork
@@ -83,21 +83,7 @@ class MultiLayerEagleTrainer(Trainer):
 @torch.no_grad()
 def new_network(runtime: TrainingRuntime) -> MTPNetwork:
     """Make layers of small weights, which end with the target's final norm."""
-    target, size = runtime.config.target_config, runtime.hidden_size
-    heads = target["num_attention_heads"]
-    network = MTPNetwork(
-        MTPConfig(
-            num_layers=runtime.config.num_steps,
-            hidden_size=size,
-            intermediate_size=runtime.setting("intermediate_size", 4 * size),
-            num_attention_heads=heads,
-            num_key_value_heads=target.get("num_key_value_heads") or heads,
-            head_dim=target.get("head_dim") or size // heads,
-            rms_norm_eps=target.get("rms_norm_eps") or 1e-6,
-            rope=layers.rope_keys(target),
-            max_position_embeddings=runtime.context_len,
-        )
-    )
+    network = MTPNetwork(MTPConfig(num_layers=runtime.config.num_steps, **layer_sizes(runtime)))
     for name, parameter in network.named_parameters():
         if parameter.ndim == 2:
             small = 0.15 if "o_proj" in name or "down_proj" in name else 0.5
