@@ -172,7 +172,7 @@ def test_two_rounds_have_a_range_and_four_have_quartiles(make_series, make_repor
     ]
 
 
-def test_accepted_of_all_verifications_add_up_to_the_accept_length(make_series):
+def test_accepted_of_all_verifications_give_the_accept_length(make_series):
     mine = Summary(*reversed(make_series("A", {"NONE": [1.0], "A": [1.0]})))
     survival = [accepted / 10 for accepted in mine.accepted]
     assert survival == [0.5, 0.4, 0.2]
