@@ -77,7 +77,7 @@ def _check_alone(ctx: click.Context) -> None:
     "times as many on a GPU.",
 )  # fmt: skip
 @click.option(
-    "--length", type=COUNT, default=192, show_default=True, metavar="L",
+    "--length", type=COUNT, default=384, show_default=True, metavar="L",
     help="The most tokens of a text.",
 )  # fmt: skip
 @click.option("--learning-rate", type=click.FloatRange(min=0, min_open=True), metavar="X")
@@ -88,6 +88,11 @@ def _check_alone(ctx: click.Context) -> None:
 @click.option(
     "--corpus", type=click.FloatRange(0, 1), default=0.25, show_default=True, metavar="X",
     help="The share of the data's own texts among the rows, where the target wrote some.",
+)  # fmt: skip
+@click.option(
+    "--repeat", type=click.FloatRange(0, 1), default=0.15, show_default=True, metavar="X",
+    help="The share of rows that say a piece of the data again and again, so that a draft learns to "
+    "copy.",
 )  # fmt: skip
 @click.option(
     "--start", type=FILES, metavar="FOLDER", help="The network to go on from; a new one if none."

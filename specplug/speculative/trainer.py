@@ -9,7 +9,7 @@ next, as ``FeatureDrafter`` serves them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import attrs
@@ -25,6 +25,9 @@ Value = TypeVar("Value", int, float, str)
 STEP_WEIGHT = 0.8
 """The loss of an unrolled step counts as much as this share of that of the step before it."""
 
+LATER_EVERY = 4
+"""Every so many positions of a text go on to the unrolled steps after the first one."""
+
 
 @attrs.frozen(eq=False, kw_only=True)
 class TrainingBatch:
@@ -35,11 +38,13 @@ class TrainingBatch:
         counted: [B, L] bool, whether what the target says *after* a position is to be learnt. It is
             not after a prompt's tokens, other turns of a chat, and padding.
         features: [B, L, C] in the target's dtype, by the names that the captures returned.
+        step: steps of the optimizer that were taken before.
     """
 
     tokens: Tensor
     counted: Tensor
     features: Mapping[str, Tensor]
+    step: int = 0
     _total: Callable[[Tensor], Tensor] = lambda count: count
 
     def mean(self, values: Tensor, counted: Tensor) -> Tensor:
@@ -162,6 +167,12 @@ class Trainer(ABC):
     rows: ClassVar[int] = 2
     learning_rate: ClassVar[float] = 3e-3
 
+    def orthogonal(self) -> Sequence[nn.Parameter]:
+        """Return the matrices that Muon steps (Jordan et al., 2024; torch.optim.Muon): those from
+        features to features, not those of a row or a column a token. AdamW steps all others; by
+        default all."""
+        return ()
+
     @abstractmethod
     def loss(self, batch: TrainingBatch) -> TrainingLoss:
         """Return the loss of a batch. Whatever is random is drawn from torch's generators, which
@@ -193,8 +204,6 @@ class FeatureTrainer(Trainer):
         self.runtime = runtime
         self.num_steps = num_steps or runtime.config.num_steps
         self.token_ids = token_ids.to(runtime.device)
-        self._known = torch.zeros(runtime.vocab_size, dtype=torch.bool, device=runtime.device)
-        self._known[self.token_ids] = True
         self._head_input = runtime.capture_lm_head_input()
 
     @abstractmethod
@@ -209,33 +218,47 @@ class FeatureTrainer(Trainer):
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of the token at p + 2: [R, H] to [R, V_draft]."""
 
+    def orthogonal(self) -> Sequence[nn.Parameter]:
+        """Return the network's matrices that no side of stands for tokens."""
+        sizes = {self.runtime.vocab_size, len(self.token_ids)}
+        return [p for p in self.network.parameters() if p.ndim == 2 and not sizes & set(p.shape)]
+
     def loss(self, batch: TrainingBatch) -> TrainingLoss:
         """Return the cross entropy to the target's distribution, summed over the unrolled steps.
 
         Row p of step j reads the text's tokens up to p + 1 + j and the target's features up to p,
         and says what follows token p + 1 + j. What it finds in later steps is what a draft would
-        find whose earlier tokens were right.
+        find whose earlier tokens were right. All positions take the first step. Every
+        ``LATER_EVERY``-th goes on from there, others in each step of the optimizer: neighbours
+        teach nearly the same, and a text costs a third.
         """
         rows, length = batch.tokens.shape
         goal, counted = self._goal(batch)
         # The token, the goal and whether it counts stand one further on in each step.
-        tokens = F.pad(batch.tokens, (0, self.num_steps + 1))
-        best = F.pad(goal.argmax(-1), (0, self.num_steps + 1))
-        goal = F.pad(goal, (0, 0, 0, self.num_steps + 1))
-        counted = F.pad(counted, (0, self.num_steps + 1))
-        positions = torch.arange(length, device=tokens.device).repeat(rows)
+        padding = self.num_steps + 1
+        tokens, counted = F.pad(batch.tokens, (0, padding)), F.pad(counted, (0, padding))
+        best = F.pad(goal.argmax(-1), (0, padding))
+        goal = F.pad(goal, (0, 0, 0, padding))
+        at = torch.arange(length, device=tokens.device)
         attend, hidden = UnrolledAttention(rows), self.features(batch)
         total, found = hidden.new_zeros(()), []
+        first, every = 0, 1
         for step in range(self.num_steps):
-            here = slice(1 + step, 1 + step + length)
-            hidden = self.forward(tokens[:, here].flatten(), hidden, positions + step, attend)
-            wanted, counts = goal[:, here].flatten(0, 1), counted[:, here].flatten()
-            logits = self.logits(hidden).float()
-            each = logits.logsumexp(-1) - (wanted * logits).sum(-1)
-            total = total + STEP_WEIGHT**step * batch.mean(each, counts)
+            if step == 1:
+                first, every = batch.step % min(LATER_EVERY, length), LATER_EVERY
+                at = at[first::every]
+                hidden = hidden.view(rows, length, -1)[:, at].flatten(0, 1)
+                attend.go_on_from(at)
+            here = slice(first + 1 + step, length + 1 + step, every)
+            positions = (at + step).repeat(rows)
+            hidden = self.forward(tokens[:, here].flatten(), hidden, positions, attend)
+            logits = self.logits(hidden).float().view(rows, len(at), -1)
+            each = logits.logsumexp(-1) - torch.linalg.vecdot(goal[:, here], logits)
+            total = total + STEP_WEIGHT**step * batch.mean(each, counted[:, here])
             with torch.no_grad():
-                right = (logits.argmax(-1) == best[:, here].flatten()).float()
-                found.append(batch.mean(right, counts))
+                of_best = logits.gather(-1, best[:, here].unsqueeze(-1)).squeeze(-1)
+                right = (of_best >= logits.amax(-1)).float()
+                found.append(batch.mean(right, counted[:, here]))
         return TrainingLoss(loss=total, metrics={"top-1": torch.stack(found)})
 
     def _goal(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
@@ -243,8 +266,9 @@ class FeatureTrainer(Trainer):
         V_draft] float32, and where it counts [B, L]: its top token is in that vocabulary."""
         with torch.no_grad():
             logits = self.runtime.lm_head(batch.features[self._head_input])
-            counted = batch.counted & self._known[logits.argmax(-1)]
-            return logits[..., self.token_ids].float().softmax(-1), counted
+            known = logits[..., self.token_ids]
+            counted = batch.counted & (known.amax(-1) >= logits.amax(-1))
+            return known.float().softmax(-1), counted
 
 
 class UnrolledAttention:
@@ -252,7 +276,7 @@ class UnrolledAttention:
 
     In pass j, row p stands at position p + j. It sees the first pass's keys of the positions up to
     p, which came from the target's features, and its own keys of the passes 1 … j. So does a chain
-    that is drafted from position p.
+    that is drafted from position p. After the first pass some of the positions may go on alone.
 
     Args:
         texts: B.
@@ -260,8 +284,14 @@ class UnrolledAttention:
 
     def __init__(self, texts: int) -> None:
         self._texts = texts
+        self._at: Tensor | None = None
         self._keys: dict[int, list[Tensor]] = {}
         self._values: dict[int, list[Tensor]] = {}
+
+    def go_on_from(self, positions: Tensor) -> None:
+        """Let these positions of the first pass, [n] int64, take all later ones, whose rows are [B
+        * n]. Call it after the first pass; all go on where it is not called."""
+        self._at = positions
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend: query [B * L, H, D], key and value [B * L, Hkv, D] -> [B * L, H * D]."""
@@ -279,19 +309,20 @@ class UnrolledAttention:
         if len(keys) == 1:
             mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         else:
-            mixed = _later_pass(query, keys, values)
+            mixed = self._later_pass(query, keys, values)
         return mixed.transpose(1, 2).flatten(0, 1).flatten(1)
 
-
-def _later_pass(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Attend in a pass after the first: query, keys, values [B, H, L, D] -> [B, H, L, D]."""
-    length, scale = query.shape[2], query.shape[3] ** -0.5
-    scores = query @ keys[0].transpose(2, 3) * scale
-    future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-    own = [(query * key).sum(-1, keepdim=True) * scale for key in keys[1:]]
-    shares = torch.cat([scores.masked_fill(future, -torch.inf), *own], -1).float().softmax(-1)
-    shares = shares.to(query.dtype)
-    mixed = shares[..., :length] @ values[0]
-    for step, value in enumerate(values[1:]):
-        mixed = mixed + shares[..., length + step, None] * value
-    return mixed
+    def _later_pass(self, query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+        """Attend in a pass after the first: query, and the keys and values of these passes, [B, H,
+        n, D]; the first pass's are [B, H, L, D] -> [B, H, n, D]."""
+        length, scale = keys[0].shape[2], query.shape[3] ** -0.5
+        every = torch.arange(length, device=query.device)
+        future = every > (every if self._at is None else self._at).unsqueeze(1)
+        scores = query @ keys[0].transpose(2, 3) * scale
+        own = [(query * key).sum(-1, keepdim=True) * scale for key in keys[1:]]
+        shares = torch.cat([scores.masked_fill(future, -torch.inf), *own], -1).float().softmax(-1)
+        shares = shares.to(query.dtype)
+        mixed = shares[..., :length] @ values[0]
+        for step, value in enumerate(values[1:]):
+            mixed = mixed + shares[..., length + step, None] * value
+        return mixed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
@@ -13,6 +14,8 @@ from specplug.training.corpus import Text
 
 SHORTEST = 8
 """Tokens of the shortest row."""
+REPEATED = (6, 70)
+"""Tokens of a piece that is repeated, from and to."""
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -78,6 +81,29 @@ class Rows:
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(self), generator=generator)[:count]
         return Rows(**{name: tensor[order] for name, tensor in self.as_tensors().items()})
+
+    def repeated(self, count: int, seed: int) -> Rows:
+        """Return ``count`` rows, each of which begins as one of these, and then says a piece of it
+        again and again.
+
+        Targets repeat what they have read: edits, calls, loops. A draft that has learnt to copy is
+        right there for as long as it lasts, and in few texts it would see it seldom.
+        """
+        length, chance = self.tokens.shape[1], random.Random(seed)
+        at = torch.zeros(count, length, dtype=torch.int64)
+        chosen = [chance.randrange(len(self)) for _ in range(count)]
+        for row, index in zip(at, chosen, strict=True):
+            own = int(self.lengths[index])
+            piece = min(chance.randint(*REPEATED), own)
+            begin, lead = chance.randint(0, own - piece), chance.randint(0, min(own, length // 6))
+            row[:lead] = torch.arange(lead)
+            row[lead:] = begin + torch.arange(length - lead) % piece
+        picked = torch.tensor(chosen, dtype=torch.int64)
+        return Rows(
+            tokens=self.tokens[picked].gather(1, at),
+            learnt=self.learnt[picked].gather(1, at),
+            lengths=torch.full((count,), length, dtype=torch.int64),
+        )
 
     def batch(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
         """Return the tokens [B, L'] int64 of these rows, as long as the longest of them, and where

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from specplug.errors import CheckpointError
 from specplug.training.ranks import Ranks, put, whole
 
 STATE, ROWS = "state.safetensors", "rows.safetensors"
-_KEPT = ("exp_avg", "exp_avg_sq", "step")
-"""What AdamW keeps of a parameter."""
+Optimizers = Sequence[torch.optim.Optimizer]
+"""Each parameter is one's."""
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> None:
@@ -50,22 +50,21 @@ def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def save_state(
     file: Path,
     network: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Optimizers,
     told: Mapping[str, Any],
     ranks: Ranks,
 ) -> None:
-    """Write a network, what its optimizer keeps, and plain values. All ranks call it."""
+    """Write a network, what its optimizers keep, and plain values. All ranks call it."""
     tensors = {f"network.{name}": whole(each) for name, each in network.state_dict().items()}
     for name, parameter in network.named_parameters():
-        for key in _KEPT:
-            kept = optimizer.state.get(parameter, {}).get(key)
-            if kept is not None:
+        for optimizer in optimizers:
+            for key, kept in optimizer.state.get(parameter, {}).items():
                 tensors[f"optimizer.{name}.{key}"] = whole(kept)
     if ranks.is_first:
         write_tensors(file, tensors, told)
 
 
-def load_state(file: Path, network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def load_state(file: Path, network: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
     """Read what ``save_state`` wrote, and return the plain values.
 
     Raises:
@@ -80,13 +79,21 @@ def load_state(file: Path, network: nn.Module, optimizer: torch.optim.Optimizer)
         raise CheckpointError(f"{file}: expected the network that is trained; found another one")
     for name, tensor in own.items():
         put(tensor, stored[name])
-    for name, parameter in network.named_parameters():
-        moments = {k: tensors.get(f"optimizer.{name}.{k}") for k in _KEPT}
-        if moments["step"] is None:
+    owners = {
+        parameter: each
+        for each in optimizers
+        for group in each.param_groups
+        for parameter in group["params"]
+    }
+    parameters = dict(network.named_parameters())
+    for stored_name, kept in tensors.items():
+        if not stored_name.startswith("optimizer."):
             continue
-        state: dict[str, Any] = {"step": moments["step"]}
-        for key in _KEPT[:2]:
-            state[key] = torch.zeros_like(parameter)
-            put(state[key], moments[key])  # type: ignore[arg-type]
-        optimizer.state[parameter] = state
+        name, _, key = stored_name.removeprefix("optimizer.").rpartition(".")
+        parameter = parameters[name]
+        value = kept
+        if kept.shape == parameter.shape:
+            value = torch.zeros_like(parameter)
+            put(value, kept)
+        owners[parameter].state[parameter][key] = value
     return told

@@ -2,7 +2,7 @@
 
 rows       the data's texts, and what the target writes -> ROWS
 trainer    the frozen target, create_trainer
-steps      batch -> loss -> AdamW, counted; saved every so often -> STATE
+steps      batch -> loss -> Muon and AdamW, counted; saved every so often -> STATE
 export     config.json and model.safetensors, as the algorithm's worker loads them
 measured   accept lengths on held-out prompts
 """
@@ -61,6 +61,8 @@ REPORTS = 200
 """Points of the curves, at most."""
 LEAST_RATE = 0.01
 """The learning rate at the end, as a share of the highest."""
+MUON_RATE = 5
+"""Muon's learning rate, as a multiple of AdamW's."""
 
 
 class _Loss(nn.Module):
@@ -151,11 +153,11 @@ class TrainingSession:
         self._halves = uses_halves(settings.precision, self.ranks.device)
         self._module = _Loss(self.trainer)
         self.ranks.shard(self._module)
-        self._optimizer = self._make_optimizer()
+        self._optimizers = self._make_optimizers()
         self.history: list[dict[str, Any]] = []
         self._step, self._total = 0, settings.steps
         if resume and (self._folder / STATE).is_file():  # else it ended before its first step
-            told = load_state(self._folder / STATE, self._module.network, self._optimizer)
+            told = load_state(self._folder / STATE, self._module.network, self._optimizers)
             self._step, self._total = told["step"], told["total"]
             self.history = told["history"]
 
@@ -182,7 +184,7 @@ class TrainingSession:
         own = Rows.of(texts, length)
         if not settings.regenerate:
             self._say(f"{len(own)} rows of the data, {own.num_tokens} tokens")
-            return own, prompts
+            return self._with_repeated(own, own), prompts
         begun = time.monotonic()
         chosen = choose_prompts(texts, settings.regenerate, length, settings.seed)
         together = 64 if self.ranks.is_on_cpu else 1024
@@ -199,11 +201,17 @@ class TrainingSession:
         )
         share = min(settings.corpus, 0.99)
         rows = written.joined(own.chosen(round(len(written) * share / (1 - share)), settings.seed))
+        rows = self._with_repeated(rows, own)
         self._say(
             f"{len(written)} texts of {written.num_tokens} tokens that the target wrote in "
             f"{time.monotonic() - begun:.0f} s; {len(rows)} rows of {rows.num_tokens} tokens"
         )
         return rows, prompts
+
+    def _with_repeated(self, rows: Rows, own: Rows) -> Rows:
+        """Return the rows, and some of pieces of the data's own that are repeated."""
+        share = min(self.settings.repeat, 0.99)
+        return rows.joined(own.repeated(round(len(rows) * share / (1 - share)), self.settings.seed))
 
     def _hold_out(self, texts: list[Text]) -> tuple[list[Text], list[Any]]:
         """Return the texts to train on, and the prompts to measure on."""
@@ -232,16 +240,21 @@ class TrainingSession:
 
     # Steps
 
-    def _make_optimizer(self) -> torch.optim.AdamW:
-        parameters = [p for p in self._module.parameters() if p.requires_grad]
+    def _make_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Make Muon for the trainer's ``orthogonal`` matrices, and AdamW for all other parameters.
+        The decay is of matrices alone."""
+        orthogonal = list(self.trainer.orthogonal())
+        theirs = {id(parameter) for parameter in orthogonal}
+        others = [p for p in self._module.parameters() if p.requires_grad and id(p) not in theirs]
+        decay = self.settings.weight_decay
         groups = [
-            {
-                "params": [p for p in parameters if p.ndim >= 2],
-                "weight_decay": self.settings.weight_decay,
-            },
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in others if p.ndim >= 2], "weight_decay": decay},
+            {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
         ]
-        return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95))
+        found: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95))]
+        if orthogonal:
+            found.append(torch.optim.Muon(orthogonal, lr=0.0, weight_decay=decay))
+        return found
 
     def train(self) -> None:
         """Take all steps that are left, saving every so often and at the end."""
@@ -285,16 +298,20 @@ class TrainingSession:
             else min(settings.warm_up, max(1, self._total // 10))
         )
         peak = settings.learning_rate or self.trainer.learning_rate
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(step, total, peak, warm_up)
+        rate = learning_rate(step, total, peak, warm_up)
+        for optimizer in self._optimizers:
+            muon = isinstance(optimizer, torch.optim.Muon)
+            for group in optimizer.param_groups:
+                group["lr"] = MUON_RATE * rate if muon else rate
         indices = self._rows.indices(step, self._size, settings.seed)
-        batch = self._runtime.batch(self.ranks.share(indices), self.ranks.mean_total)
         with self._autocast():
+            batch = self._runtime.batch(self.ranks.share(indices), step, self.ranks.mean_total)
             loss, metrics = self._module(batch)
         loss.backward()
         nn.utils.clip_grad_norm_(self._module.parameters(), 1.0)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         return loss.detach(), {name: value.detach() for name, value in metrics.items()}
 
     def _autocast(self) -> torch.autocast:
@@ -330,7 +347,7 @@ class TrainingSession:
     def save(self) -> None:
         """Write the state that a resume begins from. All ranks call it."""
         told = {"step": self._step, "total": self._total, "history": self.history}
-        save_state(self._folder / STATE, self._module.network, self._optimizer, told, self.ranks)
+        save_state(self._folder / STATE, self._module.network, self._optimizers, told, self.ranks)
         self.ranks.wait()
 
     # The end

@@ -27,6 +27,7 @@ class TrainingSettings:
         warm_up: steps in which the rate rises; no more than a tenth of all.
         regenerate: texts that the target writes; 0: it is trained on the data as they are.
         corpus: the share of the data's own texts among the rows, 0 to 1, where texts were written.
+        repeat: the share of rows that say a piece of the data again and again, 0 to 1.
         seed: of everything that is random.
         device: where it runs; None: CUDA if there is one.
         dtype: of the target: "auto" or torch's name.
@@ -47,12 +48,13 @@ class TrainingSettings:
     steps: int | None = None
     minutes: float | None = None
     rows: int | None = None
-    length: int = 192
+    length: int = 384
     learning_rate: float | None = None
     weight_decay: float = 0.05
     warm_up: int = 100
     regenerate: int = 1024
     corpus: float = 0.25
+    repeat: float = 0.15
     seed: int = 0
     device: str | None = None
     dtype: str = "auto"

@@ -18,8 +18,9 @@ from specplug.training.rows import Rows
 EXAMPLES = 64
 """Rows of an example."""
 
-KEPT_BYTES = 2**30
-"""The most bytes of features that are kept on a CPU from one epoch to the next."""
+KEPT_BYTES = 2 * 2**30
+"""The most bytes of features that are kept on a CPU from one epoch to the next, in bfloat16 where
+products are."""
 
 
 class FrozenTarget:
@@ -155,12 +156,13 @@ class FrozenRuntime:
         return normed
 
     def batch(
-        self, indices: Any, total: Callable[[Tensor], Tensor] = lambda count: count
+        self, indices: Any, step: int = 0, total: Callable[[Tensor], Tensor] = lambda count: count
     ) -> TrainingBatch:
         """Run the target on rows, and return them as a batch.
 
         Args:
             indices: of the rows, [B].
+            step: steps that were taken before.
             total: of ``TrainingBatch.mean``.
         """
         chosen = torch.as_tensor(indices)
@@ -171,6 +173,7 @@ class FrozenRuntime:
             tokens=tokens,
             counted=counted.to(self.device),
             features=self._kept(chosen) if one_by_one else self._target.run(tokens),
+            step=step,
             total=total,
         )
 
@@ -192,6 +195,8 @@ class FrozenRuntime:
             return self._features[index]
         tokens, _ = self._rows.batch([index])
         found = {name: each[0] for name, each in self._target.run(tokens).items()}
+        if torch.is_autocast_enabled("cpu"):
+            found = {name: each.to(torch.bfloat16) for name, each in found.items()}
         size = sum(each.nbytes for each in found.values())
         if self._bytes + size <= KEPT_BYTES:
             self._features[index] = found

@@ -33,6 +33,18 @@ def attended(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return torch.einsum("hn,nhd->hd", shares, values).flatten()
 
 
+def test_positions_that_go_on_alone_see_the_same() -> None:
+    at = torch.tensor([1, 4, 5])
+    alone = [rows(40 + i, heads) for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))]
+    first = [rows(50 + i, heads) for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))]
+    every, some = UnrolledAttention(TEXTS), UnrolledAttention(TEXTS)
+    every(0, *first), some(0, *first)
+    some.go_on_from(at)
+    chosen = [x.view(TEXTS, LENGTH, -1, DIM)[:, at].flatten(0, 1) for x in alone]
+    mixed = some(0, *chosen).view(TEXTS, len(at), -1)
+    torch.testing.assert_close(mixed, every(0, *alone).view(TEXTS, LENGTH, -1)[:, at])
+
+
 @pytest.mark.parametrize("passes", [1, 2, 3])
 def test_unrolled_attention_sees_what_a_chain_does(passes: int) -> None:
     """Row p of a later pass sees the text up to p, and its own keys since."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import chain
 
+import torch
+
 from specplug.training.corpus import Text
 from specplug.training.rows import Rows
 
@@ -32,6 +34,18 @@ def test_batch_counts_what_is_said_after_a_position() -> None:
 def test_padding_does_not_count() -> None:
     _, counted = Rows.of([PROMPT, LONG], 12).batch([0, 1])
     assert counted[0].tolist() == [False] * 5 + [True] * 5 + [False] * 2
+
+
+def test_repeated_rows_say_a_piece_again_and_again() -> None:
+    text = Text(token_ids=list(range(192)), learnt=[True] * 192)
+    rows = Rows.of([text] * 3, 192).repeated(20, seed=1)
+    assert rows.lengths.tolist() == [192] * 20
+    # After at most a sixth of a row, which is a row's own beginning.
+    periods = [
+        [p for p in range(6, 71) if torch.equal(row[32:-p], row[32 + p :])] for row in rows.tokens
+    ]
+    assert all(periods)
+    assert len({found[0] for found in periods}) > 3
 
 
 def test_each_row_comes_once_in_an_epoch() -> None:

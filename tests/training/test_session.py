@@ -138,7 +138,10 @@ def test_several_processes_train_as_one(target: Path, data: Path, tmp_path: Path
     states = [load_file(tmp_path / n / "training" / "state.safetensors") for n in ("one", "two")]
     assert states[0].keys() == states[1].keys()
     for name, tensor in states[0].items():
-        torch.testing.assert_close(states[1][name], tensor, atol=2e-4, rtol=1e-3, msg=name)
+        # Muon makes its steps in bfloat16, from momenta that agree closely.
+        muon = name.replace("network.", "optimizer.") + ".momentum_buffer" in states[0]
+        near = 2e-2 if muon else 2e-4
+        torch.testing.assert_close(states[1][name], tensor, atol=near, rtol=1e-3, msg=name)
 
 
 def test_algorithm_without_a_trainer_is_refused(target: Path, data: Path, tmp_path: Path) -> None:
