@@ -51,7 +51,7 @@ class TrainingBatch:
         """Return the mean of the values that count, over the batch's rows in all processes.
 
         Args:
-            values, counted: of the same shape, counted as 0 and 1 or bool.
+            values, counted: of the same shape, counted as bool, 0 and 1, or a weight.
 
         Returns:
             A scalar whose mean over the processes is that mean; 0 where nothing counts.
@@ -80,10 +80,12 @@ class DraftFiles:
     Attributes:
         config: of ``config.json``.
         tensors: of ``model.safetensors``, by their published names.
+        tokenizer: of transformers, that is written beside them; None: none is.
     """
 
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
+    tokenizer: Any = None
 
 
 class TrainingRuntime(Protocol):
@@ -141,6 +143,9 @@ class TrainingRuntime(Protocol):
 
     def target_layer(self, index: int) -> nn.Module:
         """Return a decoder layer of the target, to copy weights of; -1 is the last one."""
+
+    def target_weights(self) -> Mapping[str, Tensor]:
+        """Return all of the target's weights by transformers' names, to copy."""
 
     def lm_head_rows(self, token_ids: Tensor) -> Tensor:
         """Return the rows of the target's output head for these tokens: [n] int64 -> [n,

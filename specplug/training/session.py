@@ -401,7 +401,8 @@ class TrainingSession:
 
 
 def write_draft(folder: Path, files: DraftFiles) -> None:
-    """Write ``config.json`` and ``model.safetensors``, whose floating tensors are bfloat16."""
+    """Write ``config.json`` and ``model.safetensors``, whose floating tensors are bfloat16, and a
+    tokenizer, if there is one."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(files.config), indent=2) + "\n")
     tensors = {
@@ -409,3 +410,5 @@ def write_draft(folder: Path, files: DraftFiles) -> None:
         for name, tensor in files.tensors.items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if files.tokenizer is not None:
+        files.tokenizer.save_pretrained(folder)

@@ -150,6 +150,11 @@ class FrozenRuntime:
         """Return a decoder layer of the target."""
         return self._target.capture.layers[index]
 
+    def target_weights(self) -> Mapping[str, Tensor]:
+        """Return the target's weights."""
+        weights: Mapping[str, Tensor] = self._target.model.state_dict()
+        return weights
+
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Apply the norm after the target's last layer."""
         normed: Tensor = _final_norm(self._target.capture.decoder)(hidden)

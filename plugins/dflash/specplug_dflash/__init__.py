@@ -21,7 +21,7 @@ from specplug import (
 from specplug_dflash.config import read_config
 
 if TYPE_CHECKING:
-    from specplug import Runtime
+    from specplug import Runtime, Trainer, TrainingRuntime
     from specplug_dflash.worker import DFlashWorker
 
 WEIGHTS = Path(__file__).parent / "weights"
@@ -57,6 +57,12 @@ class DFlash(DraftModelAlgorithm):
         from specplug_dflash.worker import DFlashWorker
 
         return DFlashWorker(runtime)
+
+    @hookimpl
+    def create_trainer(self, runtime: TrainingRuntime) -> Trainer:
+        from specplug_dflash.trainer import DFlashTrainer
+
+        return DFlashTrainer(runtime)
 
 
 algorithm = DFlash()

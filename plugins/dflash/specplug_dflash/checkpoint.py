@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeVar
 
-from specplug import Checkpoint, CheckpointError, Runtime
+from specplug import Checkpoint, CheckpointError, Runtime, TrainingRuntime
 from specplug_dflash.config import DFlashConfig, read_config
 from specplug_dflash.network import DFlashNetwork
 
@@ -46,6 +46,19 @@ def load(
         config: what ``path / "config.json"`` says.
         optional: more tensors of the network that a checkpoint may lack.
     """
+    network = read(network_class, config, path, runtime, optional)
+    network.pack()
+    return network
+
+
+def read(
+    network_class: type[Network],
+    config: DFlashConfig,
+    path: Path,
+    runtime: Runtime | TrainingRuntime,
+    optional: frozenset[str] = frozenset(),
+) -> Network:
+    """Read a network as ``load`` does, without packing it."""
     checkpoint = Checkpoint.read(path)
     _check_fit(checkpoint, config, runtime)
     names = {rename(name) for name in checkpoint.tensors}
@@ -68,7 +81,6 @@ def load(
     maps = {"t2d"} if reduced else {"t2d", "d2t"}
     checkpoint.load_into(network, rename=rename, optional=optional | maps)
     _check_vocabulary(checkpoint, network)
-    network.pack()
     return network
 
 
@@ -88,7 +100,9 @@ def rename(name: str) -> str | None:
     return name
 
 
-def _check_fit(checkpoint: Checkpoint, config: DFlashConfig, runtime: Runtime) -> None:
+def _check_fit(
+    checkpoint: Checkpoint, config: DFlashConfig, runtime: Runtime | TrainingRuntime
+) -> None:
     checkpoint.check_target(
         hidden_size=(config.target_hidden_size, runtime.hidden_size),
         vocabulary=(config.vocab_size, runtime.vocab_size),

@@ -21,7 +21,7 @@ from specplug_dflash import DFlash
 from specplug_dspark.config import read_config
 
 if TYPE_CHECKING:
-    from specplug import Runtime
+    from specplug import Runtime, Trainer, TrainingRuntime
     from specplug_dspark.worker import DSparkWorker
 
 WEIGHTS = Path(__file__).parent / "weights"
@@ -56,6 +56,12 @@ class DSpark(DFlash):
         from specplug_dspark.worker import DSparkWorker
 
         return DSparkWorker(runtime)
+
+    @hookimpl
+    def create_trainer(self, runtime: TrainingRuntime) -> Trainer:
+        from specplug_dspark.trainer import DSparkTrainer
+
+        return DSparkTrainer(runtime)
 
 
 algorithm = DSpark()

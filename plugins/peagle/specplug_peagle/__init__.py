@@ -22,7 +22,8 @@ from specplug import (
 from specplug_eagle3 import Eagle3
 
 if TYPE_CHECKING:
-    from specplug import Runtime
+    from specplug import Runtime, TrainingRuntime
+    from specplug_peagle.trainer import PEagleTrainer
     from specplug_peagle.worker import PEagleWorker
 
 WEIGHTS = Path(__file__).parent / "weights"
@@ -54,6 +55,12 @@ class PEagle(Eagle3):
         from specplug_peagle.worker import PEagleWorker
 
         return PEagleWorker(runtime)
+
+    @hookimpl
+    def create_trainer(self, runtime: TrainingRuntime) -> PEagleTrainer:  # type: ignore[override]
+        from specplug_peagle.trainer import PEagleTrainer
+
+        return PEagleTrainer(runtime)
 
 
 algorithm = PEagle()

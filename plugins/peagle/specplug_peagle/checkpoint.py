@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import attrs
 
-from specplug import Checkpoint, CheckpointError, Runtime
-from specplug_eagle3.checkpoint import flatten_config, load, network_config, rename
+from specplug import Checkpoint, CheckpointError, Runtime, TrainingRuntime
+from specplug_eagle3.checkpoint import flatten_config, load, network_config, read, rename
 from specplug_peagle.network import PEagleConfig, PEagleNetwork
 
 _MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
@@ -19,14 +21,31 @@ def load_network(runtime: Runtime) -> PEagleNetwork:
         CheckpointError: the checkpoint is missing or incomplete, or was made for another target.
     """
     assert runtime.config.draft_model_path is not None
-    checkpoint = flatten_config(Checkpoint.read(runtime.config.draft_model_path), "peagle")
+    checkpoint, config = read_checkpoint(runtime.config.draft_model_path, runtime)
+    return load(PEagleNetwork, config, checkpoint, runtime)
+
+
+def read_network(path: Path, runtime: TrainingRuntime) -> PEagleNetwork:
+    """Read a head to go on training it.
+
+    Raises:
+        CheckpointError: as ``load_network`` does.
+    """
+    checkpoint, config = read_checkpoint(path, runtime)
+    return read(PEagleNetwork, config, checkpoint, runtime)
+
+
+def read_checkpoint(
+    path: Path, runtime: Runtime | TrainingRuntime
+) -> tuple[Checkpoint, PEagleConfig]:
+    """Read a folder, with a flat ``config.json``, and the sizes of its network."""
+    checkpoint = flatten_config(Checkpoint.read(path), "peagle")
     config = peagle_config(checkpoint, runtime.num_layers, runtime.context_len)
     tensors = {  # vLLM reads the mask with any number of axes
         name: tensor.reshape(1, 1, -1) if rename(name) == "mask_hidden" else tensor
         for name, tensor in checkpoint.tensors.items()
     }
-    checkpoint = attrs.evolve(checkpoint, tensors=tensors)
-    return load(PEagleNetwork, config, checkpoint, runtime)
+    return attrs.evolve(checkpoint, tensors=tensors), config
 
 
 def peagle_config(checkpoint: Checkpoint, num_layers: int, context_len: int) -> PEagleConfig:

@@ -21,7 +21,8 @@ from specplug import (
 )
 
 if TYPE_CHECKING:
-    from specplug import Runtime
+    from specplug import Runtime, TrainingRuntime
+    from specplug_standalone.trainer import StandaloneTrainer
     from specplug_standalone.worker import StandaloneWorker
 
 WEIGHTS = Path(__file__).parent / "weights"
@@ -52,6 +53,12 @@ class Standalone(DraftModelAlgorithm):
         from specplug_standalone.worker import StandaloneWorker
 
         return StandaloneWorker(runtime)
+
+    @hookimpl
+    def create_trainer(self, runtime: TrainingRuntime) -> StandaloneTrainer:
+        from specplug_standalone.trainer import StandaloneTrainer
+
+        return StandaloneTrainer(runtime)
 
 
 algorithm = Standalone()
