@@ -28,12 +28,11 @@ from specplug.cli.options import (
     check_speculation,
     chosen,
 )
-from specplug.cli.progress import told
+from specplug.cli.progress import Lines, told
 from specplug.cli.standard_output import print_table, reserve_standard_output
 from specplug.config import EngineConfig
 from specplug.errors import SpecplugError, UsageError
 from specplug.host import EngineOptions, HostPlugin, MeasuredEngine
-from specplug.printable import printable
 from specplug.registry import Registry
 
 if TYPE_CHECKING:
@@ -45,9 +44,6 @@ if TYPE_CHECKING:
 
 REFRESH_SECONDS = 1.0
 """The least time between two drawings of the progress bar while something is measured."""
-
-LINE_SECONDS = 20.0
-"""Where no terminal is: the time without a line after which the next variant has one, too."""
 
 
 def _batch_sizes(ctx: click.Context, option: click.Parameter, value: str) -> list[int]:
@@ -327,7 +323,12 @@ def _progress(count: int) -> Iterator[Observer]:
     The bar is drawn between the measured runs, and in there at most once in ``REFRESH_SECONDS``.
     """
     if not sys.stderr.isatty():
-        yield _line_observer(count)
+        from specplug.bench.measurement import Observer
+
+        with Lines(count) as lines:
+            yield Observer(
+                begin=lines.begin, say=lines.say, advance=lines.advance, waiting=lines.finished
+            )
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -362,30 +363,6 @@ def _bar_observer(bar: Progress, task: TaskID) -> Observer:
             drawn = time.monotonic()
 
     return Observer(say=show, advance=lambda n: bar.advance(task, n), waiting=waiting)
-
-
-def _line_observer(count: int) -> Observer:
-    """Return what writes a line when a round begins, and in a long one when a variant does."""
-    from specplug.bench.measurement import Observer
-
-    started = written = time.monotonic()
-    done = 0
-
-    def write(text: str) -> None:
-        nonlocal written
-        written = time.monotonic()
-        so_far = f"{100 * done // count:3d} % after {written - started:.0f} s"
-        say("progress", f"{so_far}: {printable(text)}")
-
-    def next_variant(text: str) -> None:
-        if time.monotonic() - written > LINE_SECONDS:
-            write(text)
-
-    def advance(more: int) -> None:
-        nonlocal done
-        done += more
-
-    return Observer(begin=write, say=next_variant, advance=advance)
 
 
 def _print(report: Report) -> None:
