@@ -15,6 +15,7 @@ import click
 
 from specplug.bench.dataset import HELD_OUT, Deal, deal, read_prompts
 from specplug.bench.variant import EVERY, SETTINGS, Variant, parse_variants
+from specplug.bench.workload import COMPLETION, NOISE, NOISE_TEMPERATURE, WORKLOADS, make_workload
 from specplug.cli import say
 from specplug.cli.engines import MORE, check_options, check_run, run_options
 from specplug.cli.options import (
@@ -82,7 +83,17 @@ MEASUREMENT = (
         ["--dataset"],
         type=click.Path(dir_okay=False, path_type=Path),
         show_default="Python that tiny-code never saw",
-        help='JSON Lines file, {"prompt": …} per line.',
+        help='JSON Lines file, {"prompt": …} per line; or one of SPEED-Bench, Spec-Bench or '
+        "ShareGPT as they are published.",
+    ),
+    click.Option(
+        ["--workload"],
+        type=click.Choice(WORKLOADS),
+        default=COMPLETION,
+        show_default=True,
+        help="What is made of the prompts: completion; editing, where most of a prompt comes "
+        "again; agent, requests that share and repeat, with tool calls; noise, at temperature 4; "
+        "mixed, all four in one batch.",
     ),
     click.Option(
         ["--rounds"],
@@ -140,7 +151,7 @@ def bench(ctx: click.Context, /, **options: Any) -> None:
     check_options(ctx, options["engine"], TOLD)
     with told(verbose=options["verbose"]), reserve_standard_output() as out:
         variants, problems = _variants(options)
-        prompts = read_prompts(options["dataset"] or HELD_OUT)
+        prompts = make_workload(options["workload"], read_prompts(options["dataset"] or HELD_OUT))
         deals = {
             size: deal(prompts, size, options["rounds"], options["num_prompts"])
             for size in options["batch_sizes"]
@@ -148,6 +159,8 @@ def bench(ctx: click.Context, /, **options: Any) -> None:
         _prepare(options["output"])
         from specplug.sampling_params import SamplingParams
 
+        if options["workload"] == NOISE:
+            options["temperature"] = NOISE_TEMPERATURE
         params = SamplingParams(**chosen(SAMPLING, options))
         report = _measure(variants, problems, deals, params, options)
         if options["as_json"]:
@@ -292,6 +305,7 @@ def _report(
         "dtype": config["dtype"],
         "device": config["device"],
         "dataset": "the built-in set" if options["dataset"] is None else str(options["dataset"]),
+        "workload": options["workload"],
         "rounds": options["rounds"],
         "batch_sizes": list(deals),
         "num_prompts": [deal.num_prompts_per_round for deal in deals.values()],

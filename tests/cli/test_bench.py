@@ -252,6 +252,19 @@ def test_json_to_standard_output_and_what_reaches_the_engine(tmp_path):
     assert mine["identical"] is True
 
 
+@pytest.mark.parametrize("workload", ["editing", "agent", "noise", "mixed"])
+def test_every_workload_gives_the_tokens_of_none(workload):
+    done = bench(
+        *("--workload", workload, "--speculative-algorithms", "NGRAM", "--json", "--rounds", "1"),
+        *("--batch-sizes", "4", "--num-prompts", "4", "--max-new-tokens", "8"),
+    )
+    assert (done.exit_code, told(done)) == (0, "")
+    report = json.loads(done.stdout)
+    assert report["settings"]["workload"] == workload
+    assert report["settings"]["sampling"]["temperature"] == (4.0 if workload == "noise" else 0.0)
+    assert all(result["identical"] for result in report["results"])
+
+
 def test_prompts_that_come_again_are_told(tmp_path):
     dataset = tmp_path / "prompts.jsonl"
     dataset.write_text('{"prompt": "import os"}\n')
