@@ -34,6 +34,7 @@ from specplug.config import EngineConfig
 from specplug.errors import SpecplugError
 from specplug.host import ServerOptions
 from specplug.registry import Registry
+from specplug.serve.tool_calls import PARSERS
 from specplug.settings import MAX_PORT
 from specplug.text_file import read_text
 
@@ -73,6 +74,12 @@ SERVER = (
         type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path),
         show_default="the tokenizer's own",
         help="Template of chats in Jinja.",
+    ),
+    click.Option(
+        ["--tool-call-parser"],
+        type=click.Choice(list(PARSERS)),
+        show_default="none: tools are refused",
+        help="Form in which the model writes tool calls.",
     ),
     click.Option(
         ["--dp-size"],
@@ -195,6 +202,7 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
         port=options["port"],
         served_model_name=options["served_model_name"] or str(config.model),
         chat_template=chat_template,
+        tool_call_parser=options["tool_call_parser"],
         max_prompt_tokens=options["max_prompt_tokens"],
         max_queue=options["max_queue"],
         shutdown_timeout=options["shutdown_timeout"],
