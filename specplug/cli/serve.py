@@ -82,6 +82,13 @@ SERVER = (
         help="Form in which the model writes tool calls.",
     ),
     click.Option(
+        ["--per-request-spec-decode-metrics", "spec_decode_metrics"],
+        type=click.Choice(["none", "summary", "detailed"]),
+        default="none",
+        show_default=True,
+        help="What responses tell of the drafts that were accepted, in metrics.",
+    ),
+    click.Option(
         ["--dp-size"],
         metavar="N",
         type=Bounded("num_engines"),
@@ -203,6 +210,7 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
         served_model_name=options["served_model_name"] or str(config.model),
         chat_template=chat_template,
         tool_call_parser=options["tool_call_parser"],
+        spec_decode_metrics=options["spec_decode_metrics"],
         max_prompt_tokens=options["max_prompt_tokens"],
         max_queue=options["max_queue"],
         shutdown_timeout=options["shutdown_timeout"],

@@ -87,6 +87,7 @@ class OpenAIServing:
         model: the name under which the model is served.
         metrics: where times go.
         tool_call_parser: the form in which the model writes tool calls, if it is known.
+        spec_decode_metrics: how much responses tell of what verifications accepted.
 
     Attributes:
         draining: whether no more requests are taken.
@@ -99,7 +100,9 @@ class OpenAIServing:
         model: str,
         metrics: Metrics,
         tool_call_parser: str | None = None,
+        spec_decode_metrics: str = "none",
     ) -> None:
+        self._spec_decode_metrics = spec_decode_metrics
         self._tool_call_parser = tool_call_parser
         self.draining = False
         self.model = model
@@ -206,6 +209,7 @@ class OpenAIServing:
                 code="prefill_instance",
             )
         self.check_model(body.model)
+        reply.spec_decode_metrics = self._spec_decode_metrics
         stopwatch = Stopwatch(self.metrics)
         stream = self.ranks.submit(
             params=sampling_params(body, tools).as_json(),

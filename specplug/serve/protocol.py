@@ -561,6 +561,31 @@ class Usage(BaseModel):
     prompt_tokens_details: CachedTokens
 
 
+class SpeculativeDecoding(BaseModel):
+    """What a request's verifications accepted. The names are vLLM's.
+
+    Attributes:
+        mean_acceptance_length: tokens a verification, the target's own included; None: there was
+            no verification.
+        acceptance_histogram: how many verifications accepted 0, 1, 2, … drafted tokens.
+        num_spec_steps: verifications.
+        num_accepted_draft_tokens: drafted tokens that were accepted in all of them.
+        per_step_accepted: how many in each, if that was asked for.
+    """
+
+    mean_acceptance_length: float | None
+    acceptance_histogram: list[int]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    per_step_accepted: list[int] | None = None
+
+
+class RequestMetrics(BaseModel):
+    """What was measured of a request."""
+
+    speculative_decoding: SpeculativeDecoding | None = None
+
+
 class CompletionLogprobs(BaseModel):
     """An entry for each token.
 
@@ -595,6 +620,7 @@ class Completion(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
+    metrics: RequestMetrics | None = None
 
 
 class TopLogprob(BaseModel):
@@ -670,6 +696,7 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage | None = None
+    metrics: RequestMetrics | None = None
 
 
 class Delta(BaseModel):
@@ -700,6 +727,7 @@ class ChatChunk(BaseModel):
     model: str
     choices: list[ChatDeltaChoice]
     usage: Usage | None = None
+    metrics: RequestMetrics | None = None
 
 
 class Model(BaseModel):

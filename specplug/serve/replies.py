@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections import Counter
+from statistics import fmean
 from typing import Any
 
 import attrs
@@ -27,6 +29,8 @@ from specplug.serve.protocol import (
     CompletionRequest,
     Delta,
     FunctionCall,
+    RequestMetrics,
+    SpeculativeDecoding,
     ToolCall,
     ToolCallDelta,
     TopLogprob,
@@ -46,6 +50,7 @@ class Choice:
     Attributes:
         offset: characters before ``text``, if each token is as long as its own text.
         calls: what a chunk adds to tool calls.
+        accept_lens: ``Update.accept_lens``.
     """
 
     index: int
@@ -57,6 +62,7 @@ class Choice:
     stop_reason: str | int | None = None
     offset: int = 0
     calls: list[ToolCallDelta] = attrs.field(factory=list)
+    accept_lens: list[int] | None = None
 
     def add(self, update: Update) -> None:
         """Append an update."""
@@ -66,6 +72,7 @@ class Choice:
         self.cached_tokens = update.cached_tokens
         self.finish_reason = update.finish_reason
         self.stop_reason = update.stop_reason
+        self.accept_lens = update.accept_lens
 
 
 class Reply(ABC):
@@ -73,9 +80,14 @@ class Reply(ABC):
 
     Args:
         model: the name under which it is served.
+
+    Attributes:
+        spec_decode_metrics: how much is told of what was accepted, "none", "summary" or
+            "detailed".
     """
 
     prefix: str
+    spec_decode_metrics = "none"
 
     def __init__(self, request: CompletionRequest | ChatRequest, model: str) -> None:
         self.choices: list[Choice] = []
@@ -125,6 +137,25 @@ class Reply(ABC):
             prompt_tokens_details=CachedTokens(cached_tokens=cached),
         )
 
+    def metrics(self) -> RequestMetrics | None:
+        """Tell what verifications accepted, if that is wanted. As in vLLM, of several choices it
+        is not told."""
+        if self.spec_decode_metrics == "none" or len(self.choices) != 1:
+            return None
+        accept_lens = self.choices[0].accept_lens
+        if accept_lens is None:
+            return None
+        accepted = [length - 1 for length in accept_lens]
+        counts = Counter(accepted)
+        told = SpeculativeDecoding(
+            mean_acceptance_length=fmean(accept_lens) if accept_lens else None,
+            acceptance_histogram=[counts[n] for n in range(max(accepted, default=-1) + 1)],
+            num_spec_steps=len(accepted),
+            num_accepted_draft_tokens=sum(accepted),
+            per_step_accepted=accepted if self.spec_decode_metrics == "detailed" else None,
+        )
+        return RequestMetrics(speculative_decoding=told)
+
     def _ids(self, choice: Choice) -> list[int] | None:
         return choice.token_ids if self._request.return_token_ids else None
 
@@ -162,13 +193,13 @@ class CompletionReply(Reply):
 
     def end(self) -> BaseModel:
         """Make a chunk with the usage and no choices."""
-        return Completion(**self._head, choices=[], usage=self.usage())
+        return Completion(**self._head, choices=[], usage=self.usage(), metrics=self.metrics())
 
     def whole(self) -> BaseModel:
         """Make the response with all choices."""
         choices = [attrs.evolve(choice, offset=0) for choice in self.choices]
         shown = [self._choice(choice) for choice in choices]
-        return Completion(**self._head, choices=shown, usage=self.usage())
+        return Completion(**self._head, choices=shown, usage=self.usage(), metrics=self.metrics())
 
     def _choice(self, choice: Choice) -> CompletionChoice:
         wanted = self._request.num_logprobs is not None
@@ -276,7 +307,7 @@ class ChatReply(Reply):
 
     def end(self) -> BaseModel:
         """Make a chunk with the usage and no choices."""
-        return ChatChunk(**self._head, choices=[], usage=self.usage())
+        return ChatChunk(**self._head, choices=[], usage=self.usage(), metrics=self.metrics())
 
     def whole(self) -> BaseModel:
         """Make the response with all answers."""
@@ -291,7 +322,9 @@ class ChatReply(Reply):
             )
             for choice in self.choices
         ]
-        return ChatCompletion(**self._head, choices=choices, usage=self.usage())
+        return ChatCompletion(
+            **self._head, choices=choices, usage=self.usage(), metrics=self.metrics()
+        )
 
     def _logprobs(self, choice: Choice) -> ChatLogprobs | None:
         count = self._request.num_logprobs

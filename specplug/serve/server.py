@@ -36,6 +36,8 @@ class Settings:
         served_model_name: what clients call the model.
         chat_template: text of a template in Jinja; None: the tokenizer's own.
         tool_call_parser: the form in which the model writes tool calls; None: it is not known.
+        spec_decode_metrics: how much responses tell of what verifications accepted: "none",
+            "summary" or "detailed".
         max_prompt_tokens: most of one prompt; None: what the context holds.
         max_queue: most requests that wait.
         shutdown_timeout: seconds that running requests have left when the server is to end.
@@ -52,6 +54,7 @@ class Settings:
     served_model_name: str
     chat_template: str | None = None
     tool_call_parser: str | None = None
+    spec_decode_metrics: str = "none"
     max_prompt_tokens: int | None = None
     max_queue: int = 256
     shutdown_timeout: float = 60.0
@@ -129,6 +132,7 @@ class Server:
             settings.served_model_name,
             Metrics(),
             settings.tool_call_parser,
+            settings.spec_decode_metrics,
         )
 
     async def run(self) -> None:
