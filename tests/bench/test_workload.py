@@ -26,12 +26,11 @@ def test_noise_is_the_same_prompts_at_temperature_4():
 
 
 def test_edit_begins_the_text_again_under_another_name():
-    text = "def total(items):\n    return sum(items)\n"
+    text = "items = sum(items)\nreturn items\n"
     (edit,) = contents("editing", [Prompt(text, 1)])
     before, _, after = edit.partition("\n\n\n# after\n")
     assert before == f"# before\n{text}"
-    assert after == text.replace("items", "items2")[: len(after)]
-    assert len(after) > 10
+    assert after == "items2 = su"
 
 
 def test_agents_share_and_repeat_with_tool_calls():
