@@ -352,8 +352,8 @@ BREAKS = (
     Break(
         "stream-without-end",
         "specplug/serve/replies.py",
-        "if new.text or new.finish_reason or (tokens and new.token_ids):",
-        "if new.text or (tokens and new.token_ids):",
+        "if new.text or new.calls or new.finish_reason or (tokens and new.token_ids):",
+        "if new.text or new.calls or (tokens and new.token_ids):",
         ("tests/serve/test_completions.py", "tests/serve/test_exactness.py"),
     ),
     Break(

@@ -63,7 +63,8 @@ class Capabilities:
         branching: drafts may branch (``topk > 1``); otherwise they are chains.
         draft_model: it loads weights of its own, found by ``--speculative-draft-model-path`` or
             shipped for the default model.
-        overlap: a step may be launched before the host knows what the last one accepted.
+        overlap: a step may be launched before the host knows what the last one accepted. Where it
+            is False the hooks of a step may read device data (``hookspecs``, Blocking).
         prefix_cache: a request may begin in the middle of its prompt, with the target's and the
             draft model's KV before it from the prefix cache. False if the algorithm keeps other
             state of every position and cannot compute it from the tokens.

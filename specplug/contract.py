@@ -201,7 +201,7 @@ def _class_problem(plugin: object, subject: str) -> list[Problem]:
     if not any(inspect.isfunction(method) for method in methods):
         return []  # static and class methods need no instance
     name = plugin.__name__
-    fix = f"let the entry point name an instance: algorithm = {name}()"
+    fix = f"make it an instance, {name}(); an entry point names one as well (algorithm = {name}())"
     return [Problem(subject, f"it is the class {name}", "an object", fix)]
 
 
@@ -316,7 +316,7 @@ def _description(
     except BaseException as error:
         let_ctrl_c_pass(error)
         what = f"describe() raised {error_line(error)}"
-        fix = "fix describe(); specplug doctor shows the traceback"
+        fix = "fix describe(); specplug doctor shows the traceback of an installed plugin"
         return None, [
             Problem(subject, what, "a specplug.AlgorithmInfo", fix, plugin_traceback(error))
         ]
@@ -354,7 +354,8 @@ def _declaration_problems(info: AlgorithmInfo, subject: str, name: str | None) -
             f"API version {newest}, which this specplug has"
             if oldest == newest
             else f"API version {oldest} to {newest}, which this specplug takes",
-            f"upgrade {'specplug' if newer else 'the plugin'} (pip install --upgrade …)",
+            f"upgrade {'specplug' if newer else 'the plugin'} (pip install --upgrade …)"
+            + (f", or declare api_version={newest} in describe()" if name is None else ""),
         )
     if name is not None and info.name != name:
         yield Problem(

@@ -48,7 +48,11 @@ current one wait for it before it returns.
 and the publish may wait for the device: no ``.item()``, ``.cpu()`` or ``.tolist()`` of a device
 tensor, no shape that depends on device data. What the host is to know a step leaves by
 ``DraftInput(host=…)``, and ``on_host_tensors`` gets it.
-``create_worker``, ``on_step`` and the other hooks outside a step may wait.
+``create_worker``, ``on_step`` and the other hooks outside a step may wait. An algorithm that must
+read device data in a step declares ``Capabilities(overlap=False)``: then no step is launched before
+the last one is processed, and ``propose``, ``grow_draft``, ``plan_drafts``, ``verify``,
+``build_draft_input`` and a worker's methods may wait too. Each wait still costs its time, and a
+pass that is recorded as a CUDA graph must not wait in any case.
 
 **Gradients.** The hooks of a step run in ``torch.inference_mode``. The others do not.
 

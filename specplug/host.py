@@ -190,11 +190,14 @@ class MeasuredEngine(Protocol):
     def generate(
         self,
         prompts: Sequence[str | Sequence[int]],
-        sampling_params: SamplingParams,
+        sampling_params: SamplingParams | Sequence[SamplingParams],
         *,
         on_finished: Callable[[Any], None] | None = None,
     ) -> Sequence[Completion]:
         """Complete prompts together; the completions are in their order.
+
+        Args:
+            sampling_params: one for all, or one for each.
 
         Raises:
             UsageError: ``sampling_params`` ask for what the engine has not.

@@ -24,6 +24,7 @@ from specplug.contract import (
     error_line,
     examine_algorithm,
     examine_extension,
+    implemented_hooks,
     let_ctrl_c_pass,
     nearest,
     outdated,
@@ -340,7 +341,7 @@ def _register_extension(manager: pluggy.PluginManager, extension: object) -> Non
         plugin, subject = extension, f"extension {type(extension).__name__} (a plugin object)"
     problems = examine_extension(plugin, subject)
     if not problems and manager.is_registered(plugin):
-        what = f"the same object is already registered as {manager.get_name(plugin)}"
+        what = "the same object takes part already"
         problems = [Problem(subject, what, "one object an extension", "register it once")]
     if problems:
         _warn(problems[0])
@@ -357,7 +358,7 @@ def _select_object(plugin: object) -> SelectedAlgorithm:
     entry = AlgorithmEntry(name=_kind(plugin), **_origin(plugin))
     info, problems = examine_algorithm(plugin, entry.subject, None)
     if problems or info is None:
-        raise _plugin_error(problems)
+        raise _object_error(problems)
     _warn_if_outdated(info, entry.subject)
     entry = attrs.evolve(entry, name=info.name, summary=info.summary)
     return SelectedAlgorithm(info.name, plugin, info, entry)
@@ -373,8 +374,13 @@ def _extension_of(plugin: object) -> Extension:
     """Return an extension that is not installed."""
     entry = ExtensionEntry(name=_kind(plugin), **_origin(plugin))
     problems = examine_extension(plugin, entry.subject)
+    if not problems and not implemented_hooks(plugin):
+        what = f"the {entry.name} object has no hook, so nothing of it would ever be called"
+        problems = [
+            entry.problem(what, "one method marked @specplug.hookimpl, or more", "write it")
+        ]
     if problems:
-        raise _plugin_error(problems)
+        raise _object_error(problems)
     return Extension(entry.name, plugin, entry)
 
 
@@ -385,7 +391,8 @@ def _kind(plugin: object) -> str:
 
 def _origin(plugin: object) -> dict[str, Any]:
     """Return what an entry says of a plugin object that no distribution has."""
-    place = f"{type(plugin).__module__}:{_kind(plugin)}"
+    module = (plugin if isinstance(plugin, type) else type(plugin)).__module__
+    place = f"{module}:{_kind(plugin)}"
     return {"value": place, "distribution": "a plugin object", "version": "", "examined": True}
 
 
@@ -421,6 +428,13 @@ def _plugin_error(problems: Iterable[Problem]) -> PluginError:
     first, *more = problems
     count = f" (and {len(more)} more: specplug doctor)" if more else ""
     return PluginError(f"{first}{count}")
+
+
+def _object_error(problems: Sequence[Problem]) -> PluginError:
+    """Return the error of a plugin object: with all that is wrong, since no other command shows
+    the rest."""
+    first, *more = problems
+    return PluginError("; also: ".join([str(first), *(problem.what for problem in more)]))
 
 
 def _load(entry: PluginEntry, module_name: str, attribute: str) -> tuple[Any, Problem | None]:

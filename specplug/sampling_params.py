@@ -50,7 +50,7 @@ _LONGEST_SALT = 256
 MOST_CHOICES = 128
 """Each is a request of its own."""
 
-GRAMMARS = ("json_schema", "regex", "ebnf")
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 """The settings that say what an output must match; at most one of them is given."""
 
 
@@ -134,14 +134,24 @@ def _check_integers(name: str, tokens: Iterable[Any]) -> None:
 
 
 def _schema(value: Any) -> Any:
-    """Return a mapping as JSON text. The order of its keys is that of the output, so it stays."""
+    """Return a schema as JSON text. The order of its keys is that of the output, so it stays."""
+    return _json_text("json_schema", value)
+
+
+def _structural_tag(value: Any) -> Any:
+    """Return a structural tag as JSON text."""
+    return _json_text("structural_tag", value)
+
+
+def _json_text(name: str, value: Any) -> Any:
+    """Return a mapping as JSON text; a text as it is."""
     if not isinstance(value, Mapping):
         return _plain_text(value)
     try:
         return json.dumps(dict(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(
-            f"json_schema={shown(value)}: expected what JSON can express; {error}"
+            f"{name}={shown(value)}: expected what JSON can express; {error}"
         ) from error
 
 
@@ -401,9 +411,9 @@ class SamplingParams:
         None,
         Text(expected="the text of a grammar, or None", from_file=True),
         "The output is derived from the rule root of this grammar in GBNF, the notation of "
-        "llama.cpp. At most one of json_schema, regex and ebnf; each needs specplug[grammar]. The "
-        "output ends by an end-of-sequence token, where it is a whole match; max_tokens or a stop "
-        "string may cut it off before.",
+        "llama.cpp. At most one of json_schema, regex, ebnf and structural_tag; each needs "
+        "specplug[grammar]. The output ends by an end-of-sequence token, where it is a whole "
+        "match; max_tokens or a stop string may cut it off before.",
         group="Structured output",
         unset="none",
         converter=_plain_text,
@@ -411,6 +421,17 @@ class SamplingParams:
         "file.",
         metavar="TEXT|@FILE",
         served=True,
+    )
+
+    structural_tag: str | None = setting(
+        None,
+        Text(expected="a structural tag of xgrammar as text or as a dict, or None"),
+        "The output matches this structural tag of xgrammar, its text or a dict: texts and JSON "
+        "between tags, such as tool calls.",
+        group="Structured output",
+        unset="none",
+        converter=_structural_tag,
+        option="",
     )
 
     @logit_bias.validator
@@ -450,7 +471,7 @@ class SamplingParams:
                 f"{MOST_STOP_CHARACTERS} in a stop string"
             )
 
-    @ebnf.validator
+    @structural_tag.validator
     def _one_grammar(self, attribute: attrs.Attribute[Any], value: Any) -> None:
         given = [name for name in GRAMMARS if getattr(self, name) is not None]
         if len(given) > 1:

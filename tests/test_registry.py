@@ -130,7 +130,8 @@ WRONG = {
     "class_for_an_object": (
         [("algorithm = Algorithm()", "algorithm = Algorithm")],
         "it is the class Algorithm; expected an object; "
-        "let the entry point name an instance: algorithm = Algorithm()",
+        "make it an instance, Algorithm(); an entry point names one as well "
+        "(algorithm = Algorithm())",
     ),
     "built_for_a_newer_api": (
         # With hooks of its own, which are no fault then.
@@ -146,12 +147,12 @@ WRONG = {
     "describe_raises": (
         [("return AlgorithmInfo(", "raise KeyError('tiny')\n        return AlgorithmInfo(")],
         "describe() raised KeyError: 'tiny'; expected a specplug.AlgorithmInfo; "
-        "fix describe(); specplug doctor shows the traceback",
+        "fix describe(); specplug doctor shows the traceback of an installed plugin",
     ),
     "describe_exits": (
         [("return AlgorithmInfo(", "raise SystemExit\n        return AlgorithmInfo(")],
         "describe() raised SystemExit; expected a specplug.AlgorithmInfo; "
-        "fix describe(); specplug doctor shows the traceback",
+        "fix describe(); specplug doctor shows the traceback of an installed plugin",
     ),
     "describe_returns_something_else": (
         [("return AlgorithmInfo(", "return dict(")],
@@ -450,6 +451,32 @@ def test_plugin_object_instead_of_a_name():
         Registry([]).select(3)
 
 
+def test_errors_of_a_plugin_object_say_what_it_is():
+    with pytest.raises(
+        PluginError, match=r"a plugin object, .*test_registry:Handmade\).* Handmade\(\)"
+    ):
+        Registry([]).select(Handmade)
+    old = Handmade()
+    old.describe = hookimpl(lambda: AlgorithmInfo(name="OLD", summary="Of 1999", api_version=99))
+    with pytest.raises(PluginError, match=r"or declare api_version=\d+ in describe\(\)$"):
+        Registry([]).select(old)
+
+
+def test_error_of_a_plugin_object_tells_all_its_problems():
+    class Broken:
+        on_stop = hookimpl(lambda self: None)
+        on_begin = hookimpl(lambda self: None)
+
+    with pytest.raises(PluginError, match=r"^extension Broken .*on_begin.*; also: on_stop\(\) is"):
+        Registry([]).extensions(objects=[Broken()])
+
+
+@pytest.mark.parametrize("hookless", [None, "views", object()])
+def test_extension_object_without_a_hook_is_refused(hookless):
+    with pytest.raises(PluginError, match=r"\(a plugin object, .* object has no hook, so nothing"):
+        Registry([]).extensions(objects=[hookless])
+
+
 def test_modules_and_static_methods_can_be_plugins():
     module = types.ModuleType("a_plugin")
     for name in ("describe", "create_worker", "propose"):
@@ -527,9 +554,8 @@ def test_broken_extension_is_left_out_with_a_warning():
     assert [str(warning.message) for warning in warned] == [
         "left out: extension Misspelt (a plugin object): on_stop() is marked @hookimpl, but there "
         "is no such hook; expected on_step(); rename it to on_step",
-        "left out: extension Tracer (a plugin object): the same object is already registered as "
-        "extension Tracer (a plugin object) #1; expected one object an extension; "
-        "register it once",
+        "left out: extension Tracer (a plugin object): the same object takes part "
+        "already; expected one object an extension; register it once",
     ]
     assert manager.hook.create_worker(runtime=None) == "worker"
     assert tracer.seen == ["worker"]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from specplug.errors import UsageError
+from specplug.errors import FallbackWarning, UsageError
 from specplug.text_file import read_text
 
 HELD_OUT = Path(__file__).parent.parent / "assets" / "prompts" / "held_out.jsonl"
@@ -30,11 +31,15 @@ class Prompt:
 
     Attributes:
         content: its text, or its token ids.
-        line: its line in the file, from 1.
+        line: its line in the file, or its place in the file's array, from 1.
+        is_chat: it is a user's message, which a model with a chat template gets in that.
+        temperature: instead of the run's; None: the run's.
     """
 
     content: str | list[int]
     line: int
+    is_chat: bool = False
+    temperature: float | None = None
 
 
 @attrs.frozen
@@ -63,16 +68,46 @@ class Deal:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Read a JSON Lines file of ``{"prompt": …}``; ignore other keys and empty lines.
+    """Read the prompts of a dataset: JSON Lines, or one array of JSON.
+
+    A row is ``{"prompt": …}``; or a chat, whose first message of the user is the prompt: of
+    Spec-Bench and SPEED-Bench (``turns``, texts), of ShareGPT (``conversations``, of ``from`` and
+    ``value``), or ``messages`` of ``role`` and ``content``. Other keys and empty lines are ignored.
+    Chats that have no text of a user are left out, with a ``FallbackWarning``.
 
     Raises:
-        UsageError: it cannot be read, has no prompt, or a line is not as expected.
+        UsageError: it cannot be read, has no prompt, or a row is not as expected.
     """
-    lines = [line.strip() for line in read_text("dataset", path).split("\n")]
-    prompts = [_prompt(path, number, line) for number, line in enumerate(lines, 1) if line]
+    rows = list(_rows(path, read_text("dataset", path)))
+    found = [_prompt(path, number, row) for number, row in rows]
+    prompts = [prompt for prompt in found if prompt is not None]
     if not prompts:
         raise UsageError(f'dataset {str(path)!r} has no prompt; expected {{"prompt": …}} per line')
+    if len(prompts) < len(found):
+        warnings.warn(
+            f"dataset {str(path)!r}: {len(found) - len(prompts)} of {len(found)} rows are left "
+            "out: they have no text of a user, or stand for one that is to be fetched",
+            FallbackWarning,
+            stacklevel=2,
+        )
     return prompts
+
+
+def _rows(path: Path, text: str) -> Iterator[tuple[int, Any]]:
+    """Yield the rows of a file, each with its place."""
+    if text.lstrip().startswith("["):
+        yield from enumerate(_parsed(path, 1, text), 1)
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield number, _parsed(path, number, line.strip())
+
+
+def _parsed(path: Path, number: int, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _bad_line(path, number, f"it is no JSON ({error})") from error
 
 
 def deal(
@@ -113,11 +148,17 @@ def _batches(prompts: Sequence[Prompt], size: int) -> list[Sequence[Prompt]]:
     return [prompts[start : start + size] for start in range(0, len(prompts), size)]
 
 
-def _prompt(path: Path, number: int, line: str) -> Prompt:
-    try:
-        row: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise _bad_line(path, number, f"it is no JSON ({error})") from error
+def _prompt(path: Path, number: int, row: Any) -> Prompt | None:
+    """Return the prompt of a row; None if it is a chat without one."""
+    if isinstance(row, dict) and "prompt" not in row:
+        for key, first in _FIRST_OF_CHAT.items():
+            if isinstance(row.get(key), list):
+                try:
+                    said = first(row[key])
+                except (AttributeError, KeyError, TypeError) as error:
+                    why = f"its {key} are {_shown(row[key])}"
+                    raise _bad_line(path, number, why) from error
+                return Prompt(said, number, is_chat=True) if said else None
     if not isinstance(row, dict) or "prompt" not in row:
         raise _bad_line(path, number, "it has no prompt")
     content = row["prompt"]
@@ -129,10 +170,36 @@ def _prompt(path: Path, number: int, line: str) -> Prompt:
     return Prompt(content, number)
 
 
+def _first_turn(turns: Sequence[str]) -> str:
+    said = turns[0].strip() if turns else ""
+    return "" if said.startswith(_TO_BE_FETCHED) else said
+
+
+def _first_of(whose: str, what: str) -> Callable[[Sequence[Mapping[str, str]]], str]:
+    """Return what finds the user's first message in a list of mappings, by these keys."""
+
+    def first(messages: Sequence[Mapping[str, str]]) -> str:
+        said = (each[what] for each in messages if each[whose] in ("human", "user"))
+        return _first_turn([*islice(said, 1)])
+
+    return first
+
+
+_TO_BE_FETCHED = "FULL BENCHMARK DATA SHOULD BE FETCHED"
+"""SPEED-Bench has this where it may not publish another's text; its own script puts that in."""
+
+_FIRST_OF_CHAT: Mapping[str, Callable[[Any], str]] = {
+    "turns": _first_turn,
+    "conversations": _first_of("from", "value"),
+    "messages": _first_of("role", "content"),
+}
+"""What finds the user's first message, by the key of a row."""
+
+
 def _bad_line(path: Path, number: int, why: str) -> UsageError:
     return UsageError(
-        f'dataset {str(path)!r}, line {number}: {why}; expected {{"prompt": "text"}}, or a list '
-        "of token ids as the prompt"
+        f'dataset {str(path)!r}, line {number}: {why}; expected {{"prompt": "text"}}, a list of '
+        "token ids as the prompt, or a chat: turns, conversations or messages"
     )
 
 

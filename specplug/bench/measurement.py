@@ -98,7 +98,7 @@ def measure(
     work on the machine affects all of them alike.
 
     Args:
-        params: of every prompt.
+        params: of every prompt, but for what it has of its own.
         open_engine: makes the engine of a variant, for so many requests together.
 
     Raises:
@@ -138,7 +138,7 @@ class Entrant:
     Args:
         variant: to run.
         batch_size: prompts that run together.
-        params: of every prompt.
+        params: of every prompt, but for what it has of its own.
         open_engine: makes the engine.
     """
 
@@ -176,10 +176,11 @@ class Entrant:
         tokenizer, limit = self._engine.tokenizer, self._engine.context_len - 1
         batches = [deal.warm_up, *(batch for batches in deal.rounds for batch in batches)]
         for prompt in (prompt for batch in batches for prompt in batch):
-            if not isinstance(prompt.content, str):
-                count = len(prompt.content)
+            content = self._content(prompt)
+            if not isinstance(content, str):
+                count = len(content)
             elif tokenizer is not None:
-                count = len(tokenizer(prompt.content)["input_ids"])
+                count = len(tokenizer(content)["input_ids"])
             else:
                 raise UsageError(
                     "the model has no tokenizer; expected a --dataset whose prompts are lists of "
@@ -200,12 +201,12 @@ class Entrant:
         if self._engine is None:
             return
         outputs: list[Completion] = []
+        asked = [([*map(self._content, batch)], self._params_of(batch)) for batch in batches]
         self._engine.reset_stats()
         started = time.perf_counter()
         try:
-            for batch in batches:
-                contents = [prompt.content for prompt in batch]
-                outputs += self._engine.generate(contents, self._params, on_finished=on_finished)
+            for contents, params in asked:
+                outputs += self._engine.generate(contents, params, on_finished=on_finished)
         except BaseException as error:
             let_ctrl_c_pass(error)
             if self.variant.is_baseline:
@@ -216,6 +217,27 @@ class Entrant:
         tokens = tuple(tuple(output.token_ids) for output in outputs)
         run = Run(seconds=seconds, outputs=tokens, statistics=self._engine.stats())
         self.series.runs.append(run)
+
+    def _content(self, prompt: Prompt) -> str | list[int]:
+        """Return what the engine gets: a chat's message in the model's template, if it has one."""
+        tokenizer: Any = None if self._engine is None else self._engine.tokenizer
+        if not prompt.is_chat or not getattr(tokenizer, "chat_template", None):
+            return prompt.content
+        chat = [{"role": "user", "content": prompt.content}]
+        found: list[int] = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        return found
+
+    def _params_of(self, batch: Sequence[Prompt]) -> SamplingParams | list[SamplingParams]:
+        """Return the parameters of a batch: one for all, where none has its own."""
+        own = [
+            self._params
+            if prompt.temperature is None
+            else attrs.evolve(self._params, temperature=prompt.temperature)
+            for prompt in batch
+        ]
+        return own[0] if all(each == own[0] for each in own) else own
 
     def forget(self) -> None:
         """Reset the statistics after the warm-up."""

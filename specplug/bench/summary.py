@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 
 from specplug.bench.measurement import Run, Series
+from specplug.bench.workload import COMPLETION, MIXED, NOISE_TEMPERATURE
 
 PARTS = ("propose", "target", "verify", "extend", "prefill", "other")
 """The parts of the wall time, which ``TimeSplit`` explains."""
@@ -523,11 +524,14 @@ def caption(report: Report) -> list[str]:
     prompts = " or ".join(_count(n, "prompt") for n in dict.fromkeys(settings["num_prompts"]))
     device = machine["gpu"] or f"{machine['cpu']}, {_count(machine['threads'], 'thread')}"
     versions = [f"{name} {version}" for name, version in report.versions.items()]
+    if settings["workload"] == MIXED:
+        how += f", a quarter at temperature {NOISE_TEMPERATURE:g}"
+    made = "" if settings["workload"] == COMPLETION else f", workload {settings['workload']}"
     where = "" if settings.get("in") is None else f"in {settings['in']}; "
     return [
         f"{where}{settings['model']}, {settings['dtype']}, on {device}; {how}, at most "
         f"{sampling['max_tokens']} new tokens per prompt, page size {engine['page_size']}; "
-        f"{_count(settings['rounds'], 'round')} of {prompts} of {settings['dataset']}",
+        f"{_count(settings['rounds'], 'round')} of {prompts} of {settings['dataset']}{made}",
         ", ".join(versions),
     ]
 

@@ -15,6 +15,7 @@ import click
 
 from specplug.bench.dataset import HELD_OUT, Deal, deal, read_prompts
 from specplug.bench.variant import EVERY, SETTINGS, Variant, parse_variants
+from specplug.bench.workload import COMPLETION, NOISE, NOISE_TEMPERATURE, WORKLOADS, make_workload
 from specplug.cli import say
 from specplug.cli.engines import MORE, check_options, check_run, run_options
 from specplug.cli.options import (
@@ -28,12 +29,11 @@ from specplug.cli.options import (
     check_speculation,
     chosen,
 )
-from specplug.cli.progress import told
+from specplug.cli.progress import Lines, told
 from specplug.cli.standard_output import print_table, reserve_standard_output
 from specplug.config import EngineConfig
 from specplug.errors import SpecplugError, UsageError
 from specplug.host import EngineOptions, HostPlugin, MeasuredEngine
-from specplug.printable import printable
 from specplug.registry import Registry
 
 if TYPE_CHECKING:
@@ -45,9 +45,6 @@ if TYPE_CHECKING:
 
 REFRESH_SECONDS = 1.0
 """The least time between two drawings of the progress bar while something is measured."""
-
-LINE_SECONDS = 20.0
-"""Where no terminal is: the time without a line after which the next variant has one, too."""
 
 
 def _batch_sizes(ctx: click.Context, option: click.Parameter, value: str) -> list[int]:
@@ -86,7 +83,17 @@ MEASUREMENT = (
         ["--dataset"],
         type=click.Path(dir_okay=False, path_type=Path),
         show_default="Python that tiny-code never saw",
-        help='JSON Lines file, {"prompt": …} per line.',
+        help='JSON Lines file, {"prompt": …} per line; or one of SPEED-Bench, Spec-Bench or '
+        "ShareGPT as they are published.",
+    ),
+    click.Option(
+        ["--workload"],
+        type=click.Choice(WORKLOADS),
+        default=COMPLETION,
+        show_default=True,
+        help="What is made of the prompts: completion; editing, where most of a prompt comes "
+        "again; agent, requests that share and repeat, with tool calls; noise, at temperature 4; "
+        "mixed, all four in one batch.",
     ),
     click.Option(
         ["--rounds"],
@@ -144,7 +151,7 @@ def bench(ctx: click.Context, /, **options: Any) -> None:
     check_options(ctx, options["engine"], TOLD)
     with told(verbose=options["verbose"]), reserve_standard_output() as out:
         variants, problems = _variants(options)
-        prompts = read_prompts(options["dataset"] or HELD_OUT)
+        prompts = make_workload(options["workload"], read_prompts(options["dataset"] or HELD_OUT))
         deals = {
             size: deal(prompts, size, options["rounds"], options["num_prompts"])
             for size in options["batch_sizes"]
@@ -152,6 +159,8 @@ def bench(ctx: click.Context, /, **options: Any) -> None:
         _prepare(options["output"])
         from specplug.sampling_params import SamplingParams
 
+        if options["workload"] == NOISE:
+            options["temperature"] = NOISE_TEMPERATURE
         params = SamplingParams(**chosen(SAMPLING, options))
         report = _measure(variants, problems, deals, params, options)
         if options["as_json"]:
@@ -296,6 +305,7 @@ def _report(
         "dtype": config["dtype"],
         "device": config["device"],
         "dataset": "the built-in set" if options["dataset"] is None else str(options["dataset"]),
+        "workload": options["workload"],
         "rounds": options["rounds"],
         "batch_sizes": list(deals),
         "num_prompts": [deal.num_prompts_per_round for deal in deals.values()],
@@ -327,7 +337,12 @@ def _progress(count: int) -> Iterator[Observer]:
     The bar is drawn between the measured runs, and in there at most once in ``REFRESH_SECONDS``.
     """
     if not sys.stderr.isatty():
-        yield _line_observer(count)
+        from specplug.bench.measurement import Observer
+
+        with Lines(count) as lines:
+            yield Observer(
+                begin=lines.begin, say=lines.say, advance=lines.advance, waiting=lines.finished
+            )
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -362,30 +377,6 @@ def _bar_observer(bar: Progress, task: TaskID) -> Observer:
             drawn = time.monotonic()
 
     return Observer(say=show, advance=lambda n: bar.advance(task, n), waiting=waiting)
-
-
-def _line_observer(count: int) -> Observer:
-    """Return what writes a line when a round begins, and in a long one when a variant does."""
-    from specplug.bench.measurement import Observer
-
-    started = written = time.monotonic()
-    done = 0
-
-    def write(text: str) -> None:
-        nonlocal written
-        written = time.monotonic()
-        so_far = f"{100 * done // count:3d} % after {written - started:.0f} s"
-        say("progress", f"{so_far}: {printable(text)}")
-
-    def next_variant(text: str) -> None:
-        if time.monotonic() - written > LINE_SECONDS:
-            write(text)
-
-    def advance(more: int) -> None:
-        nonlocal done
-        done += more
-
-    return Observer(begin=write, say=next_variant, advance=advance)
 
 
 def _print(report: Report) -> None:

@@ -1,16 +1,20 @@
-"""Loads a model for a command. torch is imported when that is called."""
+"""How far a command is, on standard error: bars on a terminal, elsewhere lines. torch is imported
+where a model is loaded."""
 
 from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from threading import Condition, Thread
+from typing import TYPE_CHECKING, Self
 
 import click
 
+from specplug.cli import say
 from specplug.config import EngineConfig
 from specplug.printable import printable
 
@@ -36,6 +40,10 @@ class _StandardError(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record."""
         click.echo(f"{record.levelname.lower()}: {printable(record.getMessage())}", err=True)
+
+
+LINE_SECONDS = 20.0
+"""The longest time that ``Lines`` writes nothing."""
 
 
 @contextmanager
@@ -107,6 +115,75 @@ def _line_of_parts(message: str) -> BarReport:
             click.echo(printable(_described(message, name, part)), err=True)
 
     return report
+
+
+class Lines:
+    """The progress of long work as lines, ``progress: 12 % after 40 s: what``. While it is open
+    there is a line each ``LINE_SECONDS`` at least, whatever runs: a thread writes those that are
+    due.
+
+    Args:
+        count: the parts of the work, 1 or more.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._done = self._since = 0
+        self._text = ""
+        self._started = self._written = time.monotonic()
+        self._closing = False
+        self._changed = Condition()
+        self._thread = Thread(target=self._write_when_due, name="progress", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def begin(self, text: str) -> None:
+        """Write that something begins."""
+        with self._changed:
+            self._text, self._since = text, 0
+            self._write()
+
+    def say(self, text: str) -> None:
+        """Name what runs now; the next line that is due tells it."""
+        with self._changed:
+            self._text, self._since = text, 0
+            if self._silence() > LINE_SECONDS:
+                self._write()
+
+    def advance(self, count: int) -> None:
+        """Count parts that are done."""
+        with self._changed:
+            self._done += count
+
+    def finished(self, output: object) -> None:
+        """Count one output of what runs now. It is called in timed code, and writes nothing."""
+        self._since += 1
+
+    def _silence(self) -> float:
+        return time.monotonic() - self._written
+
+    def _write_when_due(self) -> None:
+        with self._changed:
+            while not self._closing:
+                self._changed.wait(max(LINE_SECONDS - self._silence(), 0))
+                if not self._closing and self._silence() >= LINE_SECONDS:
+                    self._write()
+
+    def _write(self) -> None:
+        self._written = time.monotonic()
+        so_far = (
+            f"{100 * self._done // self._count:3d} % after {self._written - self._started:.0f} s"
+        )
+        outputs = f", {self._since} outputs so far" if self._since else ""
+        say("progress", f"{so_far}: {printable(self._text)}{outputs}")
 
 
 def _nothing(name: str, part: str, done: int, total: int) -> None:

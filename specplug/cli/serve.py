@@ -34,6 +34,7 @@ from specplug.config import EngineConfig
 from specplug.errors import SpecplugError
 from specplug.host import ServerOptions
 from specplug.registry import Registry
+from specplug.serve.tool_calls import PARSERS
 from specplug.settings import MAX_PORT
 from specplug.text_file import read_text
 
@@ -73,6 +74,19 @@ SERVER = (
         type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path),
         show_default="the tokenizer's own",
         help="Template of chats in Jinja.",
+    ),
+    click.Option(
+        ["--tool-call-parser"],
+        type=click.Choice(list(PARSERS)),
+        show_default="none: tools are refused",
+        help="Form in which the model writes tool calls.",
+    ),
+    click.Option(
+        ["--per-request-spec-decode-metrics", "spec_decode_metrics"],
+        type=click.Choice(["none", "summary", "detailed"]),
+        default="none",
+        show_default=True,
+        help="What responses tell of the drafts that were accepted, in metrics.",
     ),
     click.Option(
         ["--dp-size"],
@@ -195,6 +209,8 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
         port=options["port"],
         served_model_name=options["served_model_name"] or str(config.model),
         chat_template=chat_template,
+        tool_call_parser=options["tool_call_parser"],
+        spec_decode_metrics=options["spec_decode_metrics"],
         max_prompt_tokens=options["max_prompt_tokens"],
         max_queue=options["max_queue"],
         shutdown_timeout=options["shutdown_timeout"],

@@ -68,7 +68,12 @@ _MOST_NESTED = 64
 _MOST_BLANKS = 16
 """The most blanks in a row in JSON, outside of strings."""
 
-_MOST_CHARACTERS = {"json_schema": 1 << 17, "regex": 1 << 14, "ebnf": 1 << 15}
+_MOST_CHARACTERS = {
+    "json_schema": 1 << 17,
+    "regex": 1 << 14,
+    "ebnf": 1 << 15,
+    "structural_tag": 1 << 17,
+}
 """The longest grammars. They bound the memory of an abandoned compilation to about 2 GB: the states
 of ``a*a*a*…`` grow with the square of its length."""
 
@@ -79,6 +84,7 @@ _EXPECTED = {
     "json_schema": "a JSON schema that xgrammar knows: correct it",
     "regex": "a regular expression without look-around and back-references: correct it",
     "ebnf": "a grammar in GBNF with a rule named root: correct it",
+    "structural_tag": "a structural tag that xgrammar knows: correct it",
 }
 
 _TOPMOST = "specplug_topmost"
@@ -292,6 +298,7 @@ def _start(
         "json_schema": partial(compiler.compile_json_schema, max_whitespace_cnt=_MOST_BLANKS),
         "regex": compiler.compile_regex,
         "ebnf": partial(_compile_ebnf, compiler),
+        "structural_tag": partial(_compile_structural_tag, compiler),
     }
     matcher = xgrammar.GrammarMatcher(compile_by_kind[kind](text))
     _try_out(matcher.fork(), words)
@@ -308,6 +315,16 @@ def _compile_ebnf(compiler: xgrammar.GrammarCompiler, text: str) -> xgrammar.Com
     if _has_endless_rule(parsed):
         raise RuntimeError("one of its rules is nothing but a repetition of itself")
     return compiler.compile_grammar(text, root_rule_name=_TOPMOST)
+
+
+def _compile_structural_tag(
+    compiler: xgrammar.GrammarCompiler, text: str
+) -> xgrammar.CompiledGrammar:
+    import xgrammar
+
+    if _has_endless_rule(str(xgrammar.Grammar.from_structural_tag(text))):
+        raise RuntimeError("one of its rules is nothing but a repetition of itself")
+    return compiler.compile_structural_tag(text)
 
 
 def _has_endless_rule(parsed: str) -> bool:
@@ -351,7 +368,7 @@ def _check(kind: str, text: str) -> None:
     most = _MOST_CHARACTERS[kind]
     if len(text) > most:
         raise _refusal(kind, text, f"it has {len(text)} characters", f"at most {most}: shorten it")
-    if kind == "json_schema":
+    if kind in ("json_schema", "structural_tag"):
         try:
             schema = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -360,7 +377,7 @@ def _check(kind: str, text: str) -> None:
             why = f"it is nested more than {_MOST_NESTED} levels deep"
             raise _refusal(kind, text, why, "a flatter one: use $defs and $ref")
         for key, value in _strings(schema):
-            _check_keyword(text, key, value)
+            _check_keyword(kind, text, key, value)
 
 
 def _depth(schema: Any) -> int:
@@ -375,14 +392,14 @@ def _depth(schema: Any) -> int:
     return depth
 
 
-def _check_keyword(schema: str, key: str, value: str) -> None:
+def _check_keyword(kind: str, text: str, key: str, value: str) -> None:
     most = _MOST_CHARACTERS["regex"]
     if key == "$ref" and not value.startswith("#"):  # xgrammar would allow anything there
         why = f"$ref {_shortened(value)} is not in the schema itself"
-        raise _refusal("json_schema", schema, why, "#/…: copy it into the schema")
+        raise _refusal(kind, text, why, "#/…: copy it into the schema")
     if key == "pattern" and len(value) > most:
         why = f"pattern {_shortened(value)} has {len(value)} characters"
-        raise _refusal("json_schema", schema, why, f"at most {most}: shorten it")
+        raise _refusal(kind, text, why, f"at most {most}: shorten it")
 
 
 def _strings(schema: Any) -> Iterator[tuple[str, str]]:

@@ -36,6 +36,7 @@ from specplug.serve.protocol import (
 from specplug.serve.ranks import Ranks
 from specplug.serve.replies import ChatReply, CompletionReply, Reply
 from specplug.serve.sampling import sampling_params
+from specplug.serve.tool_choice import ToolUse, tool_use
 
 _T = TypeVar("_T")
 
@@ -85,12 +86,24 @@ class OpenAIServing:
         limits: of what clients may do.
         model: the name under which the model is served.
         metrics: where times go.
+        tool_call_parser: the form in which the model writes tool calls, if it is known.
+        spec_decode_metrics: how much responses tell of what verifications accepted.
 
     Attributes:
         draining: whether no more requests are taken.
     """
 
-    def __init__(self, ranks: Ranks, limits: Limits, model: str, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        limits: Limits,
+        model: str,
+        metrics: Metrics,
+        tool_call_parser: str | None = None,
+        spec_decode_metrics: str = "none",
+    ) -> None:
+        self._spec_decode_metrics = spec_decode_metrics
+        self._tool_call_parser = tool_call_parser
         self.draining = False
         self.model = model
         self.ranks = ranks
@@ -145,14 +158,22 @@ class OpenAIServing:
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer ``/v1/chat/completions``."""
-        return await self._answer(
-            body,
-            request,
-            ChatReply(body, self.model),
-            size=body.num_choices,
-            messages=[message.for_template() for message in body.messages],
-            template_options=body.chat_template_kwargs or {},
-        )
+        tools = tool_use(body, self._tool_call_parser)
+        told = {} if tools is None else {"tools": tools.told}
+        try:
+            return await self._answer(
+                body,
+                request,
+                ChatReply(body, self.model, tools),
+                tools,
+                size=body.num_choices,
+                messages=[message.for_template() for message in body.messages],
+                template_options={**(body.chat_template_kwargs or {}), **told},
+            )
+        except APIError as error:
+            if error.param == "structural_tag":  # what was made of the tools
+                error.param = "tools"
+            raise
 
     async def flush(self, cache_salt: str | None) -> None:
         """Answer ``/flush_cache``."""
@@ -175,6 +196,7 @@ class OpenAIServing:
         body: CompletionRequest | ChatRequest,
         request: Request,
         reply: Reply,
+        tools: ToolUse | None = None,
         **fields: Any,
     ) -> Response:
         if self.draining:
@@ -187,9 +209,10 @@ class OpenAIServing:
                 code="prefill_instance",
             )
         self.check_model(body.model)
+        reply.spec_decode_metrics = self._spec_decode_metrics
         stopwatch = Stopwatch(self.metrics)
         stream = self.ranks.submit(
-            params=sampling_params(body).as_json(),
+            params=sampling_params(body, tools).as_json(),
             priority=body.priority or 0,
             **fields,
         )

@@ -363,6 +363,7 @@ class EngineLoop:
         sent = self._num_sent.get(output.request_id, 0)
         self._num_sent[output.request_id] = len(output.token_ids)
         new = None if output.logprobs is None else output.logprobs[sent:]
+        drafts = output.finish_reason is not None and self._llm.spec_config.num_draft_tokens > 1
         return Update(
             id=stream_id,
             index=index,
@@ -373,6 +374,7 @@ class EngineLoop:
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
             error=output.error,
+            accept_lens=list(output.accept_lens) if drafts else None,
         )
 
     def _forget(self, request_id: str, stream_id: str, index: int) -> None:

@@ -154,6 +154,7 @@ class Update:
         finish_reason: "stop", "length", "abort" or "error"; None while it runs.
         stop_reason: the stop string or stop token that ended it, if one did.
         error: what went wrong, with ``finish_reason`` "error".
+        accept_lens: ``RequestOutput.accept_lens`` at the end, if the engine drafts; else None.
     """
 
     id: str
@@ -165,6 +166,7 @@ class Update:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    accept_lens: list[int] | None = None
 
 
 def _updates(values: list[Any]) -> list[Update]:

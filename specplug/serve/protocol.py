@@ -30,8 +30,8 @@ _IGNORED = frozenset(
 """Fields that change no token."""
 
 _REFUSED = {
-    "tools": "tools are not supported",
-    "tool_choice": "tools are not supported",
+    "tools": "tools are for chats",
+    "tool_choice": "tools are for chats",
     "functions": "functions are not supported",
     "function_call": "functions are not supported",
     "suffix": "text after a gap is not supported",
@@ -67,6 +67,7 @@ _MOST_NAMED = 80
 
 _MOST_PROMPTS = 1024
 _MOST_MESSAGES = 4096
+_MOST_TOOLS = 128
 _MOST_STOP_TOKENS = 4096
 _MOST_BIASES = 4096
 """Each choice of a request has its own; this many take it a millisecond."""
@@ -372,13 +373,13 @@ class GenerationRequest(_SamplingRequest):  # type: ignore[misc, valid-type]
         kept: dict[str, Any] = {}
         names = cls._names()
         for name, value in data.items():
-            if name in _IGNORED:
-                continue
             if name in names:
                 if name not in _FLAT:
                     _check_size(name, value)
                 _check_unicode(name, value)
                 kept[name] = value
+            elif name in _IGNORED:
+                continue
             elif name not in _REFUSED:
                 raise _refusal(
                     name, f"unknown field {shown(name)}; leave it out or correct its name"
@@ -430,6 +431,35 @@ class TextPart(_Strict):
     text: str
 
 
+class Function(_Strict):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of an object.")
+    strict: bool | None = Field(None, description="Calls that must be made match in any case.")
+
+
+class Tool(_Strict):
+    """A tool: a function."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(_Strict):
+    """The name of a function."""
+
+    name: _NonEmpty
+
+
+class NamedTool(_Strict):
+    """The tool that the model must call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatMessage(BaseModel):
     """One message of a chat. Further fields are handed to the chat template."""
 
@@ -437,6 +467,25 @@ class ChatMessage(BaseModel):
 
     role: _NonEmpty
     content: Annotated[str | list[TextPart] | None, _one_by_one(_MOST_MESSAGES)] = None
+
+    @model_validator(mode="after")
+    def _read_arguments(self) -> ChatMessage:
+        """Read the arguments of calls: clients send text, templates expect a mapping."""
+        calls = (self.model_extra or {}).get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, dict) else None
+            if not isinstance(function, dict):
+                continue
+            text = function.get("arguments")
+            if isinstance(text, str):
+                try:
+                    function["arguments"] = json.loads(text or "{}")
+                except (ValueError, RecursionError) as error:
+                    raise ValueError(
+                        f"tool_calls: the arguments {shown(text)} are no JSON; send what the "
+                        "model called with"
+                    ) from error
+        return self
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as templates expect it: the content is one text."""
@@ -462,6 +511,13 @@ class ChatRequest(GenerationRequest):
     top_logprobs: _Top | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Further variables of the chat template."
+    )
+    tools: Annotated[list[Tool], Field(max_length=_MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+        None, description="auto by default: the model chooses."
+    )
+    parallel_tool_calls: bool | None = Field(
+        None, description="Whether one answer may have several calls; true by default."
     )
 
     @model_validator(mode="after")
@@ -505,6 +561,31 @@ class Usage(BaseModel):
     prompt_tokens_details: CachedTokens
 
 
+class SpeculativeDecoding(BaseModel):
+    """What a request's verifications accepted. The names are vLLM's.
+
+    Attributes:
+        mean_acceptance_length: tokens a verification, the target's own included; None: there was
+            no verification.
+        acceptance_histogram: how many verifications accepted 0, 1, 2, … drafted tokens.
+        num_spec_steps: verifications.
+        num_accepted_draft_tokens: drafted tokens that were accepted in all of them.
+        per_step_accepted: how many in each, if that was asked for.
+    """
+
+    mean_acceptance_length: float | None
+    acceptance_histogram: list[int]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    per_step_accepted: list[int] | None = None
+
+
+class RequestMetrics(BaseModel):
+    """What was measured of a request."""
+
+    speculative_decoding: SpeculativeDecoding | None = None
+
+
 class CompletionLogprobs(BaseModel):
     """An entry for each token.
 
@@ -539,6 +620,7 @@ class Completion(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
+    metrics: RequestMetrics | None = None
 
 
 class TopLogprob(BaseModel):
@@ -561,12 +643,37 @@ class ChatLogprobs(BaseModel):
     content: list[ChatLogprob]
 
 
+class FunctionCall(BaseModel):
+    """A function and the JSON text of its arguments; in a chunk, what it adds to them."""
+
+    name: str | None = None
+    arguments: str = ""
+
+
+class ToolCall(BaseModel):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ToolCallDelta(BaseModel):
+    """What a chunk adds to a call. The first of a call has its id, type and name."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionCall
+
+
 class Answer(BaseModel):
     """The message of a chat's choice."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -575,7 +682,7 @@ class ChatChoice(BaseModel):
     index: int
     message: Answer
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
 
@@ -589,6 +696,7 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage | None = None
+    metrics: RequestMetrics | None = None
 
 
 class Delta(BaseModel):
@@ -596,6 +704,7 @@ class Delta(BaseModel):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatDeltaChoice(BaseModel):
@@ -604,7 +713,7 @@ class ChatDeltaChoice(BaseModel):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
 
@@ -618,6 +727,7 @@ class ChatChunk(BaseModel):
     model: str
     choices: list[ChatDeltaChoice]
     usage: Usage | None = None
+    metrics: RequestMetrics | None = None
 
 
 class Model(BaseModel):

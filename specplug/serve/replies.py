@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections import Counter
+from statistics import fmean
 from typing import Any
 
 import attrs
@@ -26,9 +28,16 @@ from specplug.serve.protocol import (
     CompletionLogprobs,
     CompletionRequest,
     Delta,
+    FunctionCall,
+    RequestMetrics,
+    SpeculativeDecoding,
+    ToolCall,
+    ToolCallDelta,
     TopLogprob,
     Usage,
 )
+from specplug.serve.tool_calls import CallPiece, ToolCallParser
+from specplug.serve.tool_choice import ToolUse
 
 _LEAST_LOGPROB = -9999.0
 """Stands for minus infinity in a response, since JSON has no such number."""
@@ -40,6 +49,8 @@ class Choice:
 
     Attributes:
         offset: characters before ``text``, if each token is as long as its own text.
+        calls: what a chunk adds to tool calls.
+        accept_lens: ``Update.accept_lens``.
     """
 
     index: int
@@ -50,6 +61,8 @@ class Choice:
     finish_reason: Any = None
     stop_reason: str | int | None = None
     offset: int = 0
+    calls: list[ToolCallDelta] = attrs.field(factory=list)
+    accept_lens: list[int] | None = None
 
     def add(self, update: Update) -> None:
         """Append an update."""
@@ -59,6 +72,7 @@ class Choice:
         self.cached_tokens = update.cached_tokens
         self.finish_reason = update.finish_reason
         self.stop_reason = update.stop_reason
+        self.accept_lens = update.accept_lens
 
 
 class Reply(ABC):
@@ -66,9 +80,14 @@ class Reply(ABC):
 
     Args:
         model: the name under which it is served.
+
+    Attributes:
+        spec_decode_metrics: how much is told of what was accepted, "none", "summary" or
+            "detailed".
     """
 
     prefix: str
+    spec_decode_metrics = "none"
 
     def __init__(self, request: CompletionRequest | ChatRequest, model: str) -> None:
         self.choices: list[Choice] = []
@@ -96,9 +115,14 @@ class Reply(ABC):
         whole.add(update)
         whole.offset += sum(len(each.text) for each in new.logprobs)
         tokens = self._request.return_token_ids or self._request.num_logprobs is not None
-        if new.text or new.finish_reason or (tokens and new.token_ids):
+        self._split(new, whole)
+        if new.text or new.calls or new.finish_reason or (tokens and new.token_ids):
             return self._chunk(new)
         return None
+
+    @abstractmethod
+    def _split(self, new: Choice, whole: Choice) -> None:
+        """Take tool calls out of the text of an update, where there may be any."""
 
     def usage(self) -> Usage:
         """Count the tokens so far. A prompt counts once, however many choices it has."""
@@ -112,6 +136,25 @@ class Reply(ABC):
             total_tokens=prompt + completion,
             prompt_tokens_details=CachedTokens(cached_tokens=cached),
         )
+
+    def metrics(self) -> RequestMetrics | None:
+        """Tell what verifications accepted, if that is wanted. As in vLLM, of several choices it
+        is not told."""
+        if self.spec_decode_metrics == "none" or len(self.choices) != 1:
+            return None
+        accept_lens = self.choices[0].accept_lens
+        if accept_lens is None:
+            return None
+        accepted = [length - 1 for length in accept_lens]
+        counts = Counter(accepted)
+        told = SpeculativeDecoding(
+            mean_acceptance_length=fmean(accept_lens) if accept_lens else None,
+            acceptance_histogram=[counts[n] for n in range(max(accepted, default=-1) + 1)],
+            num_spec_steps=len(accepted),
+            num_accepted_draft_tokens=sum(accepted),
+            per_step_accepted=accepted if self.spec_decode_metrics == "detailed" else None,
+        )
+        return RequestMetrics(speculative_decoding=told)
 
     def _ids(self, choice: Choice) -> list[int] | None:
         return choice.token_ids if self._request.return_token_ids else None
@@ -142,18 +185,21 @@ class CompletionReply(Reply):
         """Make a chunk of each echoed prompt."""
         return [self._chunk(choice) for choice in self.choices if choice.text]
 
+    def _split(self, new: Choice, whole: Choice) -> None:
+        pass
+
     def _chunk(self, new: Choice) -> BaseModel:
         return Completion(**self._head, choices=[self._choice(new)])
 
     def end(self) -> BaseModel:
         """Make a chunk with the usage and no choices."""
-        return Completion(**self._head, choices=[], usage=self.usage())
+        return Completion(**self._head, choices=[], usage=self.usage(), metrics=self.metrics())
 
     def whole(self) -> BaseModel:
         """Make the response with all choices."""
         choices = [attrs.evolve(choice, offset=0) for choice in self.choices]
         shown = [self._choice(choice) for choice in choices]
-        return Completion(**self._head, choices=shown, usage=self.usage())
+        return Completion(**self._head, choices=shown, usage=self.usage(), metrics=self.metrics())
 
     def _choice(self, choice: Choice) -> CompletionChoice:
         wanted = self._request.num_logprobs is not None
@@ -188,6 +234,55 @@ class ChatReply(Reply):
 
     prefix = "chatcmpl"
 
+    def __init__(self, request: ChatRequest, model: str, tools: ToolUse | None = None) -> None:
+        super().__init__(request, model)
+        self._tools = tools
+        self._parsers: list[ToolCallParser] = []
+        self._ids_of_calls: dict[tuple[int, int], str] = {}
+
+    def accept(self, accepted: Accepted) -> None:
+        """Begin with empty choices."""
+        super().accept(accepted)
+        if self._tools is not None:
+            self._parsers = [self._tools.parser() for _ in self.choices]
+
+    def _split(self, new: Choice, whole: Choice) -> None:
+        if self._tools is None:
+            return
+        parser = self._parsers[new.index]
+        new.text, pieces = parser.feed(new.text, final=new.finish_reason is not None)
+        new.calls = [self._call_delta(new.index, call) for call in _joined(pieces)]
+        # For a call that was asked for by name OpenAI's API says "stop".
+        if parser.calls and new.finish_reason == "stop" and self._tools.choice != "named":
+            new.finish_reason = whole.finish_reason = "tool_calls"
+
+    def _call_delta(self, choice: int, piece: CallPiece) -> ToolCallDelta:
+        function = FunctionCall(name=piece.name, arguments=piece.arguments)
+        if piece.name is None:
+            return ToolCallDelta(index=piece.index, function=function)
+        id = self._call_id(choice, piece.index)
+        return ToolCallDelta(index=piece.index, id=id, type="function", function=function)
+
+    def _call_id(self, choice: int, index: int) -> str:
+        """Return the id of a call. Templates of Mistral's models take nine characters alone."""
+        assert self._tools is not None
+        mistral = self._tools.form == "mistral"
+        made = uuid.uuid4().hex[:9] if mistral else f"call_{uuid.uuid4().hex[:24]}"
+        return self._ids_of_calls.setdefault((choice, index), made)
+
+    def _message(self, choice: Choice) -> Answer:
+        if self._tools is None:
+            return Answer(content=choice.text)
+        parser = self._parsers[choice.index]
+        calls = [
+            ToolCall(
+                id=self._call_id(choice.index, index),
+                function=FunctionCall(name=call.name, arguments=call.arguments),
+            )
+            for index, call in enumerate(parser.calls)
+        ]
+        return Answer(content=parser.content or (None if calls else ""), tool_calls=calls or None)
+
     def begin(self) -> list[BaseModel]:
         """Make a chunk with the role of each choice."""
         return [
@@ -199,7 +294,7 @@ class ChatReply(Reply):
         return self._delta(
             ChatDeltaChoice(
                 index=new.index,
-                delta=Delta(content=new.text or None),
+                delta=Delta(content=new.text or None, tool_calls=new.calls or None),
                 logprobs=self._logprobs(new),
                 finish_reason=new.finish_reason,
                 stop_reason=new.stop_reason,
@@ -212,14 +307,14 @@ class ChatReply(Reply):
 
     def end(self) -> BaseModel:
         """Make a chunk with the usage and no choices."""
-        return ChatChunk(**self._head, choices=[], usage=self.usage())
+        return ChatChunk(**self._head, choices=[], usage=self.usage(), metrics=self.metrics())
 
     def whole(self) -> BaseModel:
         """Make the response with all answers."""
         choices = [
             ChatChoice(
                 index=choice.index,
-                message=Answer(content=choice.text),
+                message=self._message(choice),
                 logprobs=self._logprobs(choice),
                 finish_reason=choice.finish_reason,
                 stop_reason=choice.stop_reason,
@@ -227,7 +322,9 @@ class ChatReply(Reply):
             )
             for choice in self.choices
         ]
-        return ChatCompletion(**self._head, choices=choices, usage=self.usage())
+        return ChatCompletion(
+            **self._head, choices=choices, usage=self.usage(), metrics=self.metrics()
+        )
 
     def _logprobs(self, choice: Choice) -> ChatLogprobs | None:
         count = self._request.num_logprobs
@@ -241,6 +338,17 @@ class ChatReply(Reply):
             for each in choice.logprobs
         ]
         return ChatLogprobs(content=content)
+
+
+def _joined(pieces: list[CallPiece]) -> list[CallPiece]:
+    """Join the pieces of each call, which come one after another."""
+    joined: list[CallPiece] = []
+    for piece in pieces:
+        if joined and joined[-1].index == piece.index:
+            joined[-1] = attrs.evolve(joined[-1], arguments=joined[-1].arguments + piece.arguments)
+        else:
+            joined.append(piece)
+    return joined
 
 
 def _entry(text: str, logprob: float) -> dict[str, Any]:

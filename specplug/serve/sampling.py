@@ -14,6 +14,7 @@ from specplug.serve.protocol import (
     JsonSchemaFormat,
     TextFormat,
 )
+from specplug.serve.tool_choice import ToolUse
 from specplug.settings import settings_of
 
 SERVED = tuple(name for name, about in settings_of(SamplingParams).items() if about.served)
@@ -22,8 +23,13 @@ SERVED = tuple(name for name, about in settings_of(SamplingParams).items() if ab
 _ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
-def sampling_params(request: CompletionRequest | ChatRequest) -> SamplingParams:
+def sampling_params(
+    request: CompletionRequest | ChatRequest, tools: ToolUse | None = None
+) -> SamplingParams:
     """Return the settings that a request asks for.
+
+    Args:
+        tools: how it uses tools, if it does.
 
     Raises:
         APIError: a value cannot be used.
@@ -44,6 +50,9 @@ def sampling_params(request: CompletionRequest | ChatRequest) -> SamplingParams:
                 "response_format",
             )
         arguments["json_schema"] = schema
+    if tools is not None:
+        arguments["structural_tag"] = tools.structural_tag
+        arguments["skip_special_tokens"] = False  # some models mark calls by them
     arguments["logit_bias"] = {int(t): bias for t, bias in (request.logit_bias or {}).items()}
     try:
         return SamplingParams(**arguments)

@@ -35,6 +35,9 @@ class Settings:
         host, port: where it listens; port 0: any that is free.
         served_model_name: what clients call the model.
         chat_template: text of a template in Jinja; None: the tokenizer's own.
+        tool_call_parser: the form in which the model writes tool calls; None: it is not known.
+        spec_decode_metrics: how much responses tell of what verifications accepted: "none",
+            "summary" or "detailed".
         max_prompt_tokens: most of one prompt; None: what the context holds.
         max_queue: most requests that wait.
         shutdown_timeout: seconds that running requests have left when the server is to end.
@@ -50,6 +53,8 @@ class Settings:
     port: int = 30000
     served_model_name: str
     chat_template: str | None = None
+    tool_call_parser: str | None = None
+    spec_decode_metrics: str = "none"
     max_prompt_tokens: int | None = None
     max_queue: int = 256
     shutdown_timeout: float = 60.0
@@ -122,7 +127,12 @@ class Server:
         ]
         self._ranks = Ranks(engines, settings.max_queue)
         self._serving = OpenAIServing(
-            self._ranks, settings.limits, settings.served_model_name, Metrics()
+            self._ranks,
+            settings.limits,
+            settings.served_model_name,
+            Metrics(),
+            settings.tool_call_parser,
+            settings.spec_decode_metrics,
         )
 
     async def run(self) -> None:

@@ -84,6 +84,7 @@ def make_report() -> Callable[..., Report]:
             "model": "tiny-code",
             "dtype": "float32",
             "dataset": "the built-in set",
+            "workload": "completion",
             "rounds": len(sizes[0][0].runs),
             "num_prompts": [4] * len(sizes),
             "engine": {"seed": 0, "page_size": 16},

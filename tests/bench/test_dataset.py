@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from specplug.bench.dataset import HELD_OUT, Prompt, deal, read_prompts
-from specplug.errors import UsageError
+from specplug.errors import FallbackWarning, UsageError
 
 
 @pytest.fixture
@@ -23,7 +25,7 @@ def test_texts_tokens_and_what_is_passed_over(file):
     assert read_prompts(file) == [Prompt("ü\u2028\n", 1), Prompt([3, 0], 3)]
 
 
-EXPECTED = 'expected {"prompt": "text"}, or a list of token ids as the prompt'
+EXPECTED = "token ids as the prompt, or a chat: turns, conversations or messages"
 
 
 @pytest.mark.parametrize(
@@ -68,6 +70,45 @@ def test_an_unusable_file(file, data, why):
 
 def test_no_file(file):
     with pytest.raises(UsageError, match="cannot be read: No such file"):
+        read_prompts(file)
+
+
+SPEC_BENCH = {"question_id": 81, "category": "writing", "turns": ["Write it.", "Again."]}
+SPEED_BENCH = {
+    **{"question_id": "a1", "category": "coding", "sub_category": "", "turns": ["Mend it."]},
+    **{"source": "x", "src_id": "1", "difficulty": "", "multiturn": False},
+}
+SHARE_GPT = {
+    "id": "q_0",
+    "conversations": [{"from": "gpt", "value": "Yes?"}, {"from": "human", "value": "Why?"}],
+}
+PREPARED = {"messages": [{"role": "system", "content": "Be."}, {"role": "user", "content": "Do."}]}
+
+
+def test_published_datasets_give_the_first_message(file):
+    rows = [SPEC_BENCH, SPEED_BENCH, SHARE_GPT, PREPARED]
+    expected = [
+        Prompt(text, line, is_chat=True)
+        for line, text in enumerate(("Write it.", "Mend it.", "Why?", "Do."), 1)
+    ]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    assert read_prompts(file) == expected
+    file.write_text(json.dumps(rows, indent=1))
+    assert read_prompts(file) == expected
+
+
+def test_chats_without_a_text_are_left_out_and_told(file):
+    waiting = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+    empty = [{"turns": []}, {"turns": [waiting]}, {"conversations": []}]
+    file.write_text(json.dumps([*empty, SPEC_BENCH]))
+    with pytest.warns(FallbackWarning, match="3 of 4 rows are left out: they have no text of a"):
+        assert [prompt.content for prompt in read_prompts(file)] == ["Write it."]
+
+
+@pytest.mark.parametrize("row", [{"turns": [7]}, {"conversations": [{"role": "human"}]}])
+def test_chat_of_another_form_is_named(file, row):
+    file.write_text(json.dumps(row))
+    with pytest.raises(UsageError, match=f"line 1: its {next(iter(row))} are "):
         read_prompts(file)
 
 

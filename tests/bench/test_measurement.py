@@ -159,3 +159,35 @@ def test_a_model_without_a_tokenizer_takes_token_ids():
     assert run(NONE, dealt=deal(ids, batch_size=2, rounds=1), kind=Bare)[0].runs
     with pytest.raises(UsageError, match="the model has no tokenizer; expected a --dataset whose"):
         run(NONE, kind=Bare)
+
+
+def test_prompts_with_a_temperature_of_their_own():
+    asked = []
+
+    class Noting(Engine):
+        def generate(self, prompts, params, on_finished):
+            asked.append(params)
+            return super().generate(prompts, params, on_finished)
+
+    mixed = [Prompt(f"{n}", n, temperature=4.0 if n in (2, 3, 5) else None) for n in range(6)]
+    run(NONE, dealt=deal(mixed, batch_size=2, rounds=1, num_prompts=4), kind=Noting)
+    usual, hot = SamplingParams(), SamplingParams(temperature=4.0)
+    assert asked == [usual, hot, [usual, hot]]
+
+
+def test_chat_goes_through_the_template_of_the_model(engine):
+    class Tokenizer:
+        chat_template = "{{ messages }}"
+
+        def apply_chat_template(self, chat, **options):
+            assert options == {"add_generation_prompt": True, "return_dict": True}
+            return {"input_ids": [7, *map(ord, chat[0]["content"])]}
+
+    class Chatting(Engine):
+        def __init__(self, *given, **arguments):
+            super().__init__(*given, **arguments)
+            self.tokenizer = Tokenizer()
+
+    chats = [Prompt("a", n, is_chat=True) for n in range(4)]
+    run(NONE, dealt=deal(chats, batch_size=1, rounds=1, num_prompts=1), kind=Chatting)
+    assert engine.calls[1:3] == [("NONE", "[7, 97]")] * 2

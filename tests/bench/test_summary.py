@@ -214,6 +214,9 @@ def test_words(make_series, make_report):
         "tiny-code, float32, on a processor, 1 thread; greedy, at most 4 new tokens per prompt, "
         "page size 16; 1 round of 4 prompts of the built-in set"
     )
+    report.settings["workload"] = "mixed"
+    assert "greedy, a quarter at temperature 4, at most" in caption(report)[0]
+    assert caption(report)[0].endswith("of the built-in set, workload mixed")
     assert "GPU" not in " ".join(legend(report))
     machine = {"cpu": "a processor", "threads": 1, "gpu": "a GPU"}
     report = make_report(make_series("NONE", {"NONE": [1.0]}), machine=machine)

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 import attrs
 import pytest
@@ -140,11 +141,19 @@ def test_progress_without_a_terminal_is_a_line_a_round(measured):
     assert shares[-1] > 50
 
 
-def test_long_rounds_have_a_line_for_each_algorithm(monkeypatch):
-    monkeypatch.setattr("specplug.cli.bench.LINE_SECONDS", 0.0)
+def test_bench_without_a_terminal_is_never_silent(monkeypatch):
+    monkeypatch.setattr("specplug.cli.progress.LINE_SECONDS", 0.05)
+    generate = LLM.generate
+
+    def slow(llm, *args, **kwargs):
+        time.sleep(0.2)
+        return generate(llm, *args, **kwargs)
+
+    monkeypatch.setattr(LLM, "generate", slow)
     done = bench("--speculative-algorithms", "NGRAM", *QUICK)
-    rounds = [line for line in done.stderr.splitlines() if "round 1 of" in line]
-    assert [line.rpartition(": ")[2] for line in rounds[1:]] == ["NONE, batch 1", "NGRAM, batch 1"]
+    lines = [line for line in done.stderr.splitlines() if "round 1 of 1: " in line]
+    for name in ("NONE", "NGRAM"):
+        assert sum(line.endswith(f"{name}, batch 1") for line in lines) > 1
 
 
 def test_json_file(measured):
@@ -241,6 +250,19 @@ def test_json_to_standard_output_and_what_reaches_the_engine(tmp_path):
     assert report["settings"]["sampling"]["temperature"] == 1
     assert mine["rounds"][0]["statistics"]["prompt_tokens"] == 3, "the first warmed up"
     assert mine["identical"] is True
+
+
+@pytest.mark.parametrize("workload", ["editing", "agent", "noise", "mixed"])
+def test_every_workload_gives_the_tokens_of_none(workload):
+    done = bench(
+        *("--workload", workload, "--speculative-algorithms", "NGRAM", "--json", "--rounds", "1"),
+        *("--batch-sizes", "4", "--num-prompts", "4", "--max-new-tokens", "8"),
+    )
+    assert (done.exit_code, told(done)) == (0, "")
+    report = json.loads(done.stdout)
+    assert report["settings"]["workload"] == workload
+    assert report["settings"]["sampling"]["temperature"] == (4.0 if workload == "noise" else 0.0)
+    assert all(result["identical"] for result in report["results"])
 
 
 def test_prompts_that_come_again_are_told(tmp_path):

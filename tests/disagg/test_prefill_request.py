@@ -34,6 +34,7 @@ VALUES: dict[str, Any] = {
     "json_schema": '{"type":"integer"}',
     "regex": "[a-z]+",
     "ebnf": 'root ::= "a"',
+    "structural_tag": '{"type":"structural_tag","format":{"type":"any_text"}}',
     "cache_salt": "a secret",
 }
 """Of each setting one that is not its default. A new one of ``SamplingParams`` needs one here."""

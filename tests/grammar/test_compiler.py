@@ -349,6 +349,18 @@ REFUSED = [
     ("ebnf", "root ::= root{2}", "one of its rules is nothing but a repetition of itself; expec"),
     ("ebnf", 'root ::= "a"\nx ::= (y{0,1})\ny[lazy] ::= x', "is nothing but a repetition of"),
     ("ebnf", "root ::= Token(70)", "Token id 70 in the grammar is out of the vocabulary"),
+    ("structural_tag", "{", "it is no JSON: Expecting property name"),
+    ("structural_tag", '{"format": {}}', "; expected a structural tag that xgrammar knows: corr"),
+    (
+        "structural_tag",
+        '{"format": {"type": "json_schema", "json_schema": {"$ref": "http://x"}}}',
+        "$ref 'http://x' is not in the schema itself",
+    ),
+    (
+        "structural_tag",
+        '{"format": {"type": "grammar", "grammar": "root ::= root{2}"}}',
+        "one of its rules is nothing but a repetition of itself; expec",
+    ),
     ("ebnf", "a" * 40_000, "it has 40000 characters; expected at most 32768: shorten it"),
 ]
 

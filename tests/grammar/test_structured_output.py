@@ -159,19 +159,27 @@ def test_scripted_drafts_follow_the_grammar(
 @pytest.fixture(scope="module")
 def text_plain(text_model: Path) -> Any:
     """Prompts, settings and NONE's outputs for the random model, which knows no grammar at all."""
-    prompts = [[5, 6, 7], [1], [40, 41, 42, 43, 44, 45], [60, 2], [9, 8]]
+    prompts = [[5, 6, 7], [1], [40, 41, 42, 43, 44, 45], [60, 2], [9, 8], [7]]
+    tag = {
+        "type": "tag",
+        "begin": "a",
+        "content": {"type": "regex", "pattern": "[b-d]*"},
+        "end": "e",
+    }
     kinds: list[dict[str, Any]] = [
         {"regex": "[a-f]{3,9}(,[0-9]{2}){0,4}"},
         {"ebnf": 'root ::= "(" root ")" | [a-z]{1,4}\n', "temperature": 1.0},
         {"regex": "(ab|cd){6}", "repetition_penalty": 1.5, "presence_penalty": 1.0},
         {"temperature": 1.0},
         {"regex": "[0-9]{1,5}", "temperature": 2.0, "top_p": 0.8, "logprobs": 2},
+        {"structural_tag": {"type": "structural_tag", "format": tag}, "temperature": 1.0},
     ]
     params = [SamplingParams(max_tokens=24, seed=i, **kind) for i, kind in enumerate(kinds)]
     with LLM(text_model, dtype="float64", disable_overlap_schedule=True) as llm:
         outputs = [llm.generate(p, w)[0] for p, w in zip(prompts, params, strict=True)]
     assert re.fullmatch("[a-f]{3,9}(,[0-9]{2}){0,4}", outputs[0].text)
     assert re.fullmatch("(ab|cd){6}", outputs[2].text)
+    assert outputs[5].text.startswith("a")
     assert [output.finish_reason for output in outputs[:3]] == ["stop"] * 3
     return prompts, params, outputs
 

@@ -29,6 +29,7 @@ def server() -> Iterator[ServerProcess]:
         yield start(
             *("--speculative-algorithm", "NGRAM", "--max-total-tokens", "4096"),
             *("--max-queue", "16", "--chat-template", str(TEMPLATE)),
+            *("--tool-call-parser", "hermes", "--per-request-spec-decode-metrics", "detailed"),
         )
 
 

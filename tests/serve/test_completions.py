@@ -290,6 +290,29 @@ def test_a_slow_grammar_holds_up_nobody(server: ServerProcess) -> None:
     assert done == ["plain", "slow"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_accepted_drafts_are_told_by_the_names_of_vllm(server: ServerProcess, stream: bool) -> None:
+    fields = {"max_tokens": 24, "temperature": 0, "stream": stream}
+    if stream:
+        fields["stream_options"] = {"include_usage": True}
+    text = server.complete("x = [1, 2, 3, 1, 2, 3, 1, 2,", **fields).text
+    last = text.strip().split("\n\n")[-2].removeprefix("data: ") if stream else text
+    body = json.loads(last)
+    found = body["metrics"]["speculative_decoding"]
+    accepted = found["per_step_accepted"]
+    assert found["num_spec_steps"] == len(accepted) > 0
+    assert found["num_accepted_draft_tokens"] == sum(accepted) > 0
+    assert sum(accepted) + len(accepted) == body["usage"]["completion_tokens"] - 1
+    assert found["mean_acceptance_length"] == 1 + sum(accepted) / len(accepted)
+    histogram = found["acceptance_histogram"]
+    assert histogram == [accepted.count(n) for n in range(len(histogram))]
+    assert sum(histogram) == len(accepted)
+
+
+def test_accepted_drafts_of_several_choices_are_not_told(server: ServerProcess) -> None:
+    assert server.complete(PROMPT, n=2, max_tokens=4).json()["metrics"] is None
+
+
 def test_models(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     assert model.id == "tiny-code"

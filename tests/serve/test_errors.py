@@ -109,7 +109,7 @@ def test_a_bad_field(
         ({"messages": []}, "at least 1 item"),
         ({"messages": [{"content": "hi"}]}, "required"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages: "),
-        ({"tools": [{"type": "function"}]}, "tools: cannot be used"),
+        ({"tools": [{"type": "function"}]}, "tools: Field required"),
         ({"top_logprobs": 2}, "needs logprobs=true"),
         ({"chat_template_kwargs": {"tokenize": True}}, "the chat template refuses them"),
     ],

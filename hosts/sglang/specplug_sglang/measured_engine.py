@@ -141,19 +141,22 @@ class SglangEngine:
     def generate(
         self,
         prompts: Sequence[str | Sequence[int]],
-        sampling_params: SamplingParams,
+        sampling_params: SamplingParams | Sequence[SamplingParams],
         *,
         on_finished: Callable[[Any], None] | None = None,
     ) -> list[Completion]:
-        wanted = as_sglang_has_them(sampling_params)
-        if sampling_params.temperature and not self._facts.is_seeded:
+        each = [sampling_params] if isinstance(sampling_params, SamplingParams) else sampling_params
+        wanted = [as_sglang_has_them(params) for params in each]
+        highest = max(params.temperature for params in each)
+        if highest and not self._facts.is_seeded:
             raise UsageError(
-                f"temperature={sampling_params.temperature}: SGLang's sampled tokens are others in "
+                f"temperature={highest}: SGLang's sampled tokens are others in "
                 "every run; expected 0, or --enable-deterministic-inference after '--'"
             )
         tokenizer = self.tokenizer
         tokens = [tokenizer(p)["input_ids"] if isinstance(p, str) else list(p) for p in prompts]
-        self._connection.send((tokens, wanted))
+        one_for_all = isinstance(sampling_params, SamplingParams)
+        self._connection.send((tokens, wanted[0] if one_for_all else wanted))
         outputs: list[Completion] = []
         for token_ids, about in self._received():
             self._counts.add(about)
@@ -225,7 +228,7 @@ def _run_engine(connection: Connection, arguments: Sequence[str]) -> None:
 _COUNTED = "PROMETHEUS_MULTIPROC_DIR"
 
 
-def _answer(engine: Any, asked: tuple[list[list[int]], dict[str, Any]] | None) -> Any:
+def _answer(engine: Any, asked: tuple[list[list[int]], Any] | None) -> Any:
     """Return the tokens and the ``meta_info`` of each prompt's reply; if ``asked`` is None, the
     number of requests without drafts, by reason."""
     if asked is None:

@@ -137,12 +137,14 @@ class VllmEngine:
     def generate(
         self,
         prompts: Sequence[str | Sequence[int]],
-        sampling_params: SamplingParams,
+        sampling_params: SamplingParams | Sequence[SamplingParams],
         *,
         on_finished: Callable[[Any], None] | None = None,
     ) -> list[Completion]:
         asked = [p if isinstance(p, str) else {"prompt_token_ids": list(p)} for p in prompts]
-        params = self._params(**_as_vllm_has_them(sampling_params))
+        each = [sampling_params] if isinstance(sampling_params, SamplingParams) else sampling_params
+        wanted = [self._params(**_as_vllm_has_them(params)) for params in each]
+        params = wanted[0] if isinstance(sampling_params, SamplingParams) else wanted
         outputs = self._llm.generate(asked, params, use_tqdm=False)
         return [output.outputs[0] for output in outputs]
 

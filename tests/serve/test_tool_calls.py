@@ -1,0 +1,155 @@
+"""Tool calls in outputs of each form, at once and piece by piece."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specplug.serve.tool_calls import PARSERS, ToolCallParser
+
+TOOLS: dict[str, Any] = {
+    "add": {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"type": ["string", "null"]}},
+    },
+    "search": {"type": "object", "properties": {"q": {"type": "string"}}},
+}
+ADD = {"a": 1, "b": 'x "} \\ y'}
+ADD_JSON, QUERY_JSON = json.dumps(ADD), '{ "q":  "1" }'
+
+BOTH = {
+    "hermes": f'<tool_call>\n{{"name": "add", "arguments": {ADD_JSON}}}\n</tool_call>\n'
+    f'<tool_call>\n{{"name": "search", "arguments": {QUERY_JSON}}}\n</tool_call>',
+    "llama3_json": f'{{"name": "add", "parameters": {ADD_JSON}}}; '
+    f'{{"name": "search", "parameters": {QUERY_JSON}}}',
+    "mistral": f'[TOOL_CALLS][{{"name": "add", "arguments": {ADD_JSON}}}, '
+    f'{{"name": "search", "arguments": {QUERY_JSON}, "id": "123456789"}}]',
+    "qwen3_coder": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n"
+    'x "} \\ y\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=search>\n'
+    "<parameter=q>\n1\n</parameter>\n</function>\n</tool_call>",
+}
+
+
+def parse(form: str, *pieces: str, only_first: bool = False) -> ToolCallParser:
+    """Feed an output piece by piece, and check that what was shown adds up."""
+    parser = PARSERS[form](TOOLS, only_first=only_first)
+    content, calls = "", list[list[str]]()
+    for number, piece in enumerate(pieces):
+        text, found = parser.feed(piece, final=number == len(pieces) - 1)
+        content += text
+        for each in found:
+            if each.name is not None:
+                assert each.index == len(calls)
+                calls.append([each.name, ""])
+            calls[each.index][1] += each.arguments
+    assert content == parser.content
+    assert calls == [[call.name, call.arguments] for call in parser.calls]
+    return parser
+
+
+def read(parser: ToolCallParser) -> list[tuple[str, Any]]:
+    return [(call.name, json.loads(call.arguments)) for call in parser.calls]
+
+
+@pytest.mark.parametrize("form", BOTH)
+@given(data=st.data())
+def test_calls_are_the_same_however_the_text_is_cut(form: str, data: st.DataObject) -> None:
+    before = data.draw(st.sampled_from(["", "Let me see.", "a < b [c] "]))
+    text = BOTH[form] if form == "llama3_json" else f"{before}\n{BOTH[form]}"
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    bounds = [0, *cuts, len(text)]
+    pieces = [text[a:b] for a, b in pairwise(bounds)]
+    for parser in (parse(form, text), parse(form, *pieces), parse(form, *text, "")):
+        assert read(parser) == [("add", ADD), ("search", {"q": "1"})]
+        assert parser.content == ("" if form == "llama3_json" else before.rstrip())
+
+
+@pytest.mark.parametrize("form", BOTH)
+def test_arguments_are_shown_before_the_call_ends(form: str) -> None:
+    parser = PARSERS[form](TOOLS, only_first=False)
+    at = BOTH[form].index("x ") + 1 if form != "qwen3_coder" else BOTH[form].index("<parameter=b")
+    _, pieces = parser.feed(BOTH[form][:at])
+    assert "".join(piece.arguments for piece in pieces).startswith('{"a": 1')
+
+
+@pytest.mark.parametrize("form", BOTH)
+def test_only_the_first_call_is_kept_if_so_asked(form: str) -> None:
+    assert read(parse(form, *BOTH[form], only_first=True)) == [("add", ADD)]
+
+
+@pytest.mark.parametrize("form", PARSERS)
+@pytest.mark.parametrize(
+    "text", ["", "  plain text \n", "if a < b: <tool", "[TOOL", "x = {'a': 1}", "{1: 2}", "{"]
+)
+def test_text_without_a_call_stays_as_it_is(form: str, text: str) -> None:
+    for parser in (parse(form, text), parse(form, *text, "")):
+        assert (parser.content, parser.calls) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("hermes", "<tool_call> no call</tool_call>"),
+        ("hermes", '<tool_call>{"name": 3}</tool_call>'),
+        ("llama3_json", '{"answer": 42}'),
+        ("llama3_json", '{"name": "add", "parameters": [1]}'),
+        ("mistral", "[TOOL_CALLS]"),
+        ("qwen3_coder", "<tool_call>{}</tool_call>"),
+    ],
+)
+def test_what_looks_like_a_call_and_is_none_is_text(form: str, text: str) -> None:
+    for parser in (parse(form, text), parse(form, *text, "")):
+        assert (parser.content, parser.calls) == (text, [])
+
+
+def test_call_with_keys_in_another_order() -> None:
+    text = '<tool_call>{"arguments": {"q": "a"}, "name": "search"}</tool_call> done'
+    for parser in (parse("hermes", text), parse("hermes", *text, "")):
+        assert read(parser) == [("search", {"q": "a"})]
+        assert parser.content == "done"
+
+
+def test_text_after_a_call_keeps_its_blanks() -> None:
+    text = f"{BOTH['hermes']}\n two words"
+    assert parse("hermes", *text, "").content == "two words"
+
+
+@pytest.mark.parametrize("mark", ["", "[ARGS]"])
+def test_newer_mistral_calls_have_names_outside(mark: str) -> None:
+    text = f'Hm.[TOOL_CALLS]add{mark}{ADD_JSON}[TOOL_CALLS]search{mark}{{"q": "1"}}'
+    for parser in (parse("mistral", text), parse("mistral", *text, "")):
+        assert read(parser) == [("add", ADD), ("search", {"q": "1"})]
+        assert parser.content == "Hm."
+
+
+def test_llama_calls_after_their_marker() -> None:
+    text = f"Well. <|python_tag|>{BOTH['llama3_json']}"
+    for parser in (parse("llama3_json", text), parse("llama3_json", *text, "")):
+        assert [call.name for call in parser.calls] == ["add", "search"]
+        assert parser.content == "Well."
+
+
+def test_qwen_values_are_what_the_schema_says() -> None:
+    def call(name: str, key: str, value: str) -> Any:
+        inner = f"<parameter={key}>\n{value}\n</parameter>"
+        (found,) = read(parse("qwen3_coder", f"<tool_call><function={name}>{inner}</function>"))
+        return found[1][key]
+
+    assert call("add", "a", "7") == 7
+    assert call("add", "a", "seven") == "seven"
+    assert call("add", "b", "7") == "7"
+    assert call("add", "b", "null") is None
+    assert call("unknown", "x", "7") == "7"
+    assert read(parse("qwen3_coder", "<tool_call><function=add></function></tool_call>")) == [
+        ("add", {})
+    ]
+
+
+def test_output_that_is_cut_off_shows_what_there_is() -> None:
+    parser = parse("hermes", '<tool_call>{"name": "search", "arguments": {"q": "ab')
+    assert [(call.name, call.arguments) for call in parser.calls] == [("search", '{"q": "ab')]
