@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from specplug.bench.dataset import HELD_OUT, Prompt, deal, read_prompts
+from specplug.algorithm import HELD_OUT_PROMPTS
+from specplug.bench.dataset import Prompt, deal, read_prompts
 from specplug.errors import UsageError
 
 
@@ -14,7 +15,7 @@ def file(tmp_path):
 
 
 def test_the_built_in_set():
-    prompts = read_prompts(HELD_OUT)
+    prompts = read_prompts(HELD_OUT_PROMPTS)
     assert len(prompts) == len({str(prompt.content) for prompt in prompts}) == 256
 
 
