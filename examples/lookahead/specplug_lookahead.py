@@ -144,6 +144,13 @@ class LookaheadAlgorithm:
             defaults=specplug.Defaults(num_steps=7, topk=5, num_draft_tokens=31),
             paper="https://arxiv.org/abs/2402.02057",
             settings=LookaheadSettings,
+            conformance=specplug.Conformance(
+                accept_lengths={specplug.DEFAULT_MODEL: 2.47},
+                expected_failures={
+                    "blind.invariance": "the window is what earlier drafts left; cuts change it",
+                    "blind.replay": "a prompt does not tell what was guessed while it was written",
+                },
+            ),
         )
 
     @specplug.hookimpl
@@ -169,7 +176,7 @@ class LookaheadAlgorithm:
             tries.append(trie)
         widths = [len(trie.tokens) for trie in tries]
         tokens = torch.zeros(batch.size, max(widths), dtype=torch.int64)
-        parents = torch.full_like(tokens, -1)
+        parents = torch.zeros_like(tokens)  # of padding too, as it must be
         for row, trie in enumerate(tries):
             tokens[row, : widths[row]] = torch.tensor(trie.tokens)
             parents[row, : widths[row]] = torch.tensor(trie.parents)

@@ -32,6 +32,7 @@ class Medusa(specplug.DraftModelAlgorithm):
             defaults=specplug.Defaults(num_steps=4, num_draft_tokens=5),
             paper="https://arxiv.org/abs/2401.10774",
             weights={specplug.DEFAULT_MODEL: WEIGHTS / "tiny_code"},
+            conformance=specplug.Conformance(accept_lengths={specplug.DEFAULT_MODEL: 1.33}),
         )
 
     @specplug.hookimpl
