@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from specplug import LLM, SamplingParams
-from specplug.bench.dataset import HELD_OUT
+from specplug import HELD_OUT_PROMPTS, LLM, SamplingParams
 from specplug.registry import Registry
 
 
@@ -54,7 +53,7 @@ def main() -> int:
     arguments = parser.parse_args()
     registry = Registry()
     drafting = [n for n in registry.names() if registry.select(n).info.capabilities.draft_model]
-    lines = HELD_OUT.read_text().splitlines()[: arguments.prompts]
+    lines = HELD_OUT_PROMPTS.read_text().splitlines()[: arguments.prompts]
     prompts = [json.loads(line)["prompt"] for line in lines]
     print(f"{len(prompts)} prompts, {arguments.max_tokens} tokens, {arguments.num_steps} steps")
     print(f"{'':20}{'top token':>12}{'coupled':>12}{'x':>8}")

@@ -29,8 +29,8 @@ import attrs
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specplug import LLM, SamplingParams
-from specplug.bench.dataset import HELD_OUT, read_prompts
+from specplug import HELD_OUT_PROMPTS, LLM, SamplingParams
+from specplug.bench.dataset import read_prompts
 from specplug.kernels.attention_form import AttentionForm
 from specplug.kernels.cpu_kernels import CPUKernels, load_cpu_kernels
 from specplug.model.attention import TargetPass, register
@@ -167,7 +167,7 @@ def measure_layer(kernels: CPUKernels, rounds: int) -> None:
 
 def measure_run(rounds: int) -> None:
     """Compare whole runs of the default model."""
-    held_out = [each.content for each in read_prompts(HELD_OUT)[:12]]
+    held_out = [each.content for each in read_prompts(HELD_OUT_PROMPTS)[:12]]
     generator = torch.Generator().manual_seed(0)
     for algorithm in ("NONE", "EAGLE3"):
         ours, own = (

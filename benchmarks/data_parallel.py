@@ -30,8 +30,7 @@ import attrs
 import torch
 import torch.multiprocessing as mp
 
-from specplug import LLM, SamplingParams
-from specplug.bench.dataset import HELD_OUT
+from specplug import HELD_OUT_PROMPTS, LLM, SamplingParams
 from specplug.errors import RankError
 from specplug.registry import Registry
 
@@ -192,7 +191,7 @@ def main() -> int:
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--deaths", action="store_true", help="see what happens when a rank dies")
     options = parser.parse_args()
-    lines = HELD_OUT.read_text(encoding="utf-8").splitlines()[: options.prompts]
+    lines = HELD_OUT_PROMPTS.read_text(encoding="utf-8").splitlines()[: options.prompts]
     task = Task(
         size=options.size,
         address=free_address(),

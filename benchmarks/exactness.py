@@ -34,7 +34,7 @@ from typing import Any
 
 import attrs
 
-from specplug.bench.dataset import HELD_OUT as PROMPTS
+from specplug import HELD_OUT_PROMPTS as PROMPTS
 from specplug.registry import Registry
 from specplug.testing.configuration import cover
 

@@ -33,8 +33,7 @@ import torch
 from measurement import head, in_turns, line
 from torch import Tensor
 
-from specplug import LLM, SamplingParams
-from specplug.bench.dataset import HELD_OUT
+from specplug import HELD_OUT_PROMPTS, LLM, SamplingParams
 from specplug.speculative.hook_order import Chunks, Drafted, Half, HookOrder
 
 GROWER = "NGRAM"
@@ -111,7 +110,7 @@ class Round:
 def edits(count: int, tokenizer: Any) -> list[Task]:
     """Return edits, one of each held-out module that has a fitting piece."""
     stdlib, tasks = Path(sysconfig.get_paths()["stdlib"]), []
-    rows = [json.loads(row) for row in HELD_OUT.read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(row) for row in HELD_OUT_PROMPTS.read_text(encoding="utf-8").splitlines()]
     for module in dict.fromkeys(row["module"] for row in rows):
         file = stdlib / f"{module.replace('.', '/')}.py"
         if file.exists():
@@ -182,7 +181,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    rows = [json.loads(row) for row in HELD_OUT.read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(row) for row in HELD_OUT_PROMPTS.read_text(encoding="utf-8").splitlines()]
     with LLM() as llm:
         changed = edits(arguments.prompts, llm.tokenizer)
     some = rows[:: len(rows) // arguments.prompts][: arguments.prompts]

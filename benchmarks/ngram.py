@@ -37,9 +37,9 @@ import torch
 from measurement import head, line
 from tokenizers import Tokenizer
 
-from specplug import LLM, Batch, Draft, DraftInput, SamplingParams
+from specplug import HELD_OUT_PROMPTS, LLM, Batch, Draft, DraftInput, SamplingParams
 from specplug.algorithm import ASSETS
-from specplug.bench.dataset import HELD_OUT, read_prompts
+from specplug.bench.dataset import read_prompts
 from specplug.speculative.hook_order import ForwardMode
 from specplug_ngram.compiled_drafter import load_library
 from specplug_ngram.config import ENGINE, REQUEST, SCOPES, NgramSettings
@@ -206,7 +206,7 @@ def edits() -> list[str]:
 def measure_scopes() -> None:
     """Print the accept length of each scope."""
     sets = {
-        "held-out": [prompt.content for prompt in read_prompts(HELD_OUT)[:PROMPTS]],
+        "held-out": [prompt.content for prompt in read_prompts(HELD_OUT_PROMPTS)[:PROMPTS]],
         "edits": edits(),
     }
     print(head("prompts", "batch", "temperature", REQUEST, ENGINE))

@@ -34,8 +34,7 @@ import attrs
 import torch
 from measurement import head, line
 
-from specplug import LLM, Draft, SamplingParams, StepReport
-from specplug.bench.dataset import HELD_OUT
+from specplug import HELD_OUT_PROMPTS, LLM, Draft, SamplingParams, StepReport
 from specplug.bench.variant import Variant, parse_variants
 from specplug.registry import Registry
 from specplug.speculative.hook_calls import HookCalls
@@ -232,7 +231,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    prompts = [json.loads(each)["prompt"] for each in HELD_OUT.read_text().splitlines()]
+    prompts = [json.loads(each)["prompt"] for each in HELD_OUT_PROMPTS.read_text().splitlines()]
     names = arguments.algorithms or Registry().names()
     settings = {
         name: json.loads(value) for name, value in (s.split("=") for s in arguments.settings)

@@ -44,8 +44,8 @@ from weakref import WeakSet
 import attrs
 from measurement import head, line
 
-from specplug import LLM, RequestOutput, SamplingParams
-from specplug.bench.dataset import HELD_OUT, read_prompts
+from specplug import HELD_OUT_PROMPTS, LLM, RequestOutput, SamplingParams
+from specplug.bench.dataset import read_prompts
 from specplug.engine.request import Request
 
 WARM_UP = 2
@@ -368,7 +368,7 @@ def soak(settings: Settings) -> Result:
 
 def held_out(tokenizer: Any) -> list[list[int]]:
     """The held-out prompts' token ids."""
-    return [tokenizer(prompt.content)["input_ids"] for prompt in read_prompts(HELD_OUT)]
+    return [tokenizer(prompt.content)["input_ids"] for prompt in read_prompts(HELD_OUT_PROMPTS)]
 
 
 def requests_alive() -> list[Request]:

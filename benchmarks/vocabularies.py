@@ -25,8 +25,7 @@ import torch
 from measurement import head, line
 from other_vocabularies import default_tokenizer, renumbered, with_vocabulary, without
 
-from specplug import LLM, SamplingParams, TokenMap
-from specplug.bench.dataset import HELD_OUT
+from specplug import HELD_OUT_PROMPTS, LLM, SamplingParams, TokenMap
 from specplug.registry import Registry
 
 ALGORITHM = "STANDALONE"
@@ -110,7 +109,7 @@ def main() -> None:
     parser.add_argument("--halved", type=Path, help="a draft model of the halved vocabulary")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    lines = HELD_OUT.read_text(encoding="utf-8").splitlines()[: arguments.prompts]
+    lines = HELD_OUT_PROMPTS.read_text(encoding="utf-8").splitlines()[: arguments.prompts]
     prompts = [json.loads(each)["prompt"] for each in lines]
     (model,) = map(Path, Registry().select(ALGORITHM).info.weights.values())
     print(head("temperature", "vocabulary", "map", "accept length", "over shared tokens", "share"))

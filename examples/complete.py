@@ -19,8 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import attrs
 
-from specplug import LLM, RequestOutput, SamplingParams, SpecplugError
-from specplug.bench.dataset import HELD_OUT
+from specplug import HELD_OUT_PROMPTS, LLM, RequestOutput, SamplingParams, SpecplugError
 from specplug.cli.standard_output import print_table
 from specplug.registry import AlgorithmEntry, Registry
 
@@ -93,7 +92,7 @@ class Variant:
 
 def main() -> int:
     """Run, print, and say whether all is well: 0, or 1."""
-    lines = HELD_OUT.read_text(encoding="utf-8").splitlines()
+    lines = HELD_OUT_PROMPTS.read_text(encoding="utf-8").splitlines()
     prompts = [json.loads(lines[number]) for number in (WARM_UP, *ROUNDS)]
     variants = [Variant(entry) for entry in Registry().entries() if not entry.disabled]
     variants.sort(key=lambda variant: variant.entry.name != BASELINE)

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from specplug.algorithm import (
     API_VERSION,
     DEFAULT_MODEL,
+    DEFAULT_MODEL_PATH,
+    HELD_OUT_PROMPTS,
     AlgorithmInfo,
     Capabilities,
     Conformance,
@@ -158,6 +160,8 @@ _LAZY = {
 __all__ = [
     "API_VERSION",
     "DEFAULT_MODEL",
+    "DEFAULT_MODEL_PATH",
+    "HELD_OUT_PROMPTS",
     "LLM",
     "AlgorithmInfo",
     "AttentionPlan",

@@ -38,6 +38,13 @@ _NAME = "[A-Z][A-Z0-9_]*"
 ASSETS = Path(__file__).parent / "assets"
 """The models and prompts that ship with specplug."""
 
+DEFAULT_MODEL_PATH = ASSETS / "tiny_code"
+"""Folder of the default model, as transformers reads one."""
+
+HELD_OUT_PROMPTS = ASSETS / "prompts" / "held_out.jsonl"
+"""256 beginnings of Python functions that the default model was not trained on, JSON Lines of
+{"module", "prompt"}."""
+
 CAPTURES = {
     "layer_inputs": "the hidden states before layers (capture_layer_inputs)",
     "lm_head_input": "the hidden states after the final norm (capture_lm_head_input)",
@@ -114,6 +121,8 @@ class Conformance:
             the algorithm draft there, if its defaults are for other texts.
         accept_lengths: tokens a verification on the kit's texts with those settings, by the name of
             the model for which the plugin ships weights: what ``gold.acceptance`` measured.
+        expected_failures: by the id of a check, why it is known to fail. One that passes all the
+            same is a failure: what is declared must be true.
     """
 
     settings: Mapping[str, Any] = attrs.field(
@@ -123,6 +132,16 @@ class Conformance:
         ),
     )
     accept_lengths: Mapping[str, float] = attrs.field(factory=dict)
+    expected_failures: Mapping[str, str] = attrs.field(factory=dict)
+
+    @expected_failures.validator
+    def _reasons(self, attribute: attrs.Attribute[Any], value: Mapping[str, str]) -> None:
+        for check, reason in value.items():
+            if not (isinstance(check, str) and isinstance(reason, str) and reason.strip()):
+                raise ValueError(
+                    f"expected_failures[{check!r}]={reason!r}: expected a check's id, and the "
+                    "reason why it fails, a text"
+                )
 
     @accept_lengths.validator
     def _numbers(self, attribute: attrs.Attribute[Any], value: Mapping[str, float]) -> None:
@@ -357,13 +376,13 @@ DATA_ONLY: dict[str, Any] = {"trust_remote_code": False}
 def find_model(model: str | Path | None) -> str:
     """Return a model's folder or hub id; for None and ``"tiny-code"`` the default model's."""
     if model is None or str(model) == DEFAULT_MODEL:
-        return str(ASSETS / "tiny_code")
+        return str(DEFAULT_MODEL_PATH)
     return str(model)
 
 
 def shipped_name(model: str | Path) -> str:
     """Return the name of the model that ships in a folder; of another model what was given."""
-    if Path(model).expanduser().resolve() == (ASSETS / "tiny_code").resolve():
+    if Path(model).expanduser().resolve() == DEFAULT_MODEL_PATH.resolve():
         return DEFAULT_MODEL
     return str(model)
 

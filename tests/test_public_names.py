@@ -9,7 +9,14 @@ import pytest
 
 import specplug
 
-VALUES = {"API_VERSION", "DEFAULT_MODEL", "__version__", "hookimpl"}
+VALUES = {
+    "API_VERSION",
+    "DEFAULT_MODEL",
+    "DEFAULT_MODEL_PATH",
+    "HELD_OUT_PROMPTS",
+    "__version__",
+    "hookimpl",
+}
 """Neither classes nor functions nor modules: their docstrings are comments to Python."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -58,9 +59,11 @@ def test_kit_runs_for_the_packages_of_others():
     text = (ROOT / ".github/workflows/plugin.yml").read_text(encoding="utf-8")
     asked = workflow(ROOT / ".github/workflows/plugin.yml")[True]["workflow_call"]["inputs"]
     assert set(re.findall(r"inputs\.(\w+)", text)) == set(asked)
-    folder = re.search(r"inputs\.package \|\| '([^']+)'", text)
-    assert folder is not None
-    assert (ROOT / folder[1] / "pyproject.toml").is_file()
+    found = re.search(r"\|\| '(\[\"early_exit.*?\])'", text)
+    assert found is not None
+    for example in json.loads(found[1]):
+        project = tomllib.loads((ROOT / "examples" / example / "pyproject.toml").read_text("utf-8"))
+        assert list(project["project"]["entry-points"]["specplug.algorithms"]) == [example.upper()]
 
 
 def test_every_target_of_make_is_told():

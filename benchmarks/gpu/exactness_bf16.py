@@ -35,8 +35,8 @@ from known_drafts import KnownDrafts
 from points import Results
 from shapes import DRAFTS, SHAPES, write_shape
 
-from specplug import LLM, FallbackWarning, SamplingParams
-from specplug.bench.dataset import HELD_OUT, read_prompts
+from specplug import HELD_OUT_PROMPTS, LLM, FallbackWarning, SamplingParams
+from specplug.bench.dataset import read_prompts
 from specplug.registry import Registry
 
 DIFFERENT = 3
@@ -123,7 +123,7 @@ def default_workload(count: int, max_tokens: int) -> Workload:
     from specplug.algorithm import ASSETS
 
     tokenizer = AutoTokenizer.from_pretrained(str(ASSETS / "tiny_code"))
-    texts = [prompt.content for prompt in read_prompts(HELD_OUT)[:count]]
+    texts = [prompt.content for prompt in read_prompts(HELD_OUT_PROMPTS)[:count]]
     return Workload(
         name="tiny-code",
         model=None,

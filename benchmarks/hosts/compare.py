@@ -350,11 +350,12 @@ def held_out() -> list[list[int]]:
     """Return the held-out prompts' token ids."""
     from transformers import AutoTokenizer
 
+    from specplug import HELD_OUT_PROMPTS
     from specplug.algorithm import ASSETS
-    from specplug.bench.dataset import HELD_OUT, read_prompts
+    from specplug.bench.dataset import read_prompts
 
     tokenizer = AutoTokenizer.from_pretrained(str(ASSETS / "tiny_code"))
-    return [tokenizer(prompt.content)["input_ids"] for prompt in read_prompts(HELD_OUT)]
+    return [tokenizer(prompt.content)["input_ids"] for prompt in read_prompts(HELD_OUT_PROMPTS)]
 
 
 PROMPT_COLUMNS = (

@@ -42,7 +42,8 @@ from openai import AsyncOpenAI
 from server_process import ServerProcess, free_port, head, line, start_server
 from torch import cuda
 
-from specplug.bench.dataset import HELD_OUT, read_prompts
+from specplug import HELD_OUT_PROMPTS
+from specplug.bench.dataset import read_prompts
 from specplug.bench.machine import describe_machine, versions
 from specplug.registry import Registry
 
@@ -282,7 +283,7 @@ def tell(text: str) -> None:
 
 def run(args: argparse.Namespace) -> tuple[dict[Any, Cell], list[str]]:
     """Load all deployments in turns; the figures, and which texts differ."""
-    prompts = [p.content for p in read_prompts(HELD_OUT) if isinstance(p.content, str)]
+    prompts = [p.content for p in read_prompts(HELD_OUT_PROMPTS) if isinstance(p.content, str)]
     texts: dict[str, dict[str, str]] = {}
     cells: dict[tuple[str, str, float], Cell] = {}
     with ExitStack() as ends, ThreadPoolExecutor(args.starters) as starters:

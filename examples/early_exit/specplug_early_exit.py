@@ -28,6 +28,7 @@ class EarlyExit(specplug.DraftModelAlgorithm):
             capabilities=specplug.Capabilities(branching=True, target_drafts=True),
             defaults=specplug.Defaults(num_steps=3, num_draft_tokens=4),
             paper="https://arxiv.org/abs/2309.08168",
+            conformance=specplug.Conformance(accept_lengths={specplug.DEFAULT_MODEL: 2.09}),
         )
 
     @specplug.hookimpl

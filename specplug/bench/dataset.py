@@ -14,9 +14,6 @@ import attrs
 from specplug.errors import FallbackWarning, UsageError
 from specplug.text_file import read_text
 
-HELD_OUT = Path(__file__).parent.parent / "assets" / "prompts" / "held_out.jsonl"
-"""256 beginnings of Python functions that the default model was not trained on."""
-
 FEWEST = 4
 """The default number of prompts in a round: one prompt alone says little about the next."""
 

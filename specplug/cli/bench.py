@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specplug.bench.dataset import HELD_OUT, Deal, deal, read_prompts
+from specplug.algorithm import HELD_OUT_PROMPTS
+from specplug.bench.dataset import Deal, deal, read_prompts
 from specplug.bench.variant import EVERY, SETTINGS, Variant, parse_variants
 from specplug.bench.workload import COMPLETION, NOISE, NOISE_TEMPERATURE, WORKLOADS, make_workload
 from specplug.cli import say
@@ -151,7 +152,9 @@ def bench(ctx: click.Context, /, **options: Any) -> None:
     check_options(ctx, options["engine"], TOLD)
     with told(verbose=options["verbose"]), reserve_standard_output() as out:
         variants, problems = _variants(options)
-        prompts = make_workload(options["workload"], read_prompts(options["dataset"] or HELD_OUT))
+        prompts = make_workload(
+            options["workload"], read_prompts(options["dataset"] or HELD_OUT_PROMPTS)
+        )
         deals = {
             size: deal(prompts, size, options["rounds"], options["num_prompts"])
             for size in options["batch_sizes"]

@@ -131,20 +131,19 @@ def _run(options: dict[str, Any]) -> list[Verdict]:
         settings = {}
         if options["draft"] is not None:
             settings["speculative_draft_model_path"] = options["draft"]
-        laboratory = Laboratory(
-            Subject(
-                algorithm=options["name"],
-                model=options["model"],
-                settings=settings,
-                accept_length=options["accept_length"],
-                reference=options["reference"],
-                seed=options["seed"],
-                host=options["host"],
-                host_arguments=options["more"],
-                expected_failures=options["fails"],
-            )
+        subject = Subject(
+            algorithm=options["name"],
+            model=options["model"],
+            settings=settings,
+            accept_length=options["accept_length"],
+            reference=options["reference"],
+            seed=options["seed"],
+            host=options["host"],
+            host_arguments=options["more"],
+            expected_failures=options["fails"],
         )
-        refuse_unknown(options["fails"])
+        refuse_unknown(subject.known_failures)
+        laboratory = Laboratory(subject)
         checks = checks_named(options["only"]) if options["only"] else all_checks()
         verdicts = []
         for done, each in enumerate(checks):

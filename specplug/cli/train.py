@@ -60,7 +60,7 @@ def _check_alone(ctx: click.Context) -> None:
     multiple=True,
     metavar="FILE",
     help='A text, JSON Lines of {"text"}, {"prompt"} or {"messages"}, or a folder of these; may be '
-    "given many times.",
+    "given many times. Without it, the source of Python's standard library.",
 )
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), metavar="FOLDER", required=True,
@@ -140,11 +140,8 @@ def train(ctx: click.Context, /, **options: Any) -> None:
     )
     if options["resume"]:
         _check_alone(ctx)
-    elif settings.algorithm is None or not settings.data:
-        raise UsageError(
-            f"NAME is {settings.algorithm}, --data is {shown(list(settings.data))}; expected an "
-            "algorithm and a file at least (specplug train --help)"
-        )
+    elif settings.algorithm is None:
+        raise UsageError("NAME is not given; expected an algorithm (specplug train --help)")
     with _shown() as progress:
         from specplug.training.session import TrainingSession
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from specplug import LLM, SamplingParams, hookimpl
-from specplug.bench.dataset import HELD_OUT
+from specplug.algorithm import HELD_OUT_PROMPTS
 from specplug.debug import debug_checks
 from specplug.engine.scheduler import Scheduler, SchedulerConfig
 from specplug.testing.configuration import SIMPLEST, Configuration
@@ -308,7 +308,7 @@ class Laboratory:
 
 
 def _held_out_lines() -> list[str]:
-    return HELD_OUT.read_text("utf-8").splitlines()
+    return HELD_OUT_PROMPTS.read_text("utf-8").splitlines()
 
 
 def _texts(lines: Sequence[str], ends: Sequence[int]) -> list[str]:

@@ -114,5 +114,5 @@ def specplug_laboratory(request: pytest.FixtureRequest) -> Laboratory:
     if host is not None:
         given = shlex.split(request.config.getoption("--specplug-host-arguments"))
         subject = attrs.evolve(subject, host=host, host_arguments=given)
-    refuse_unknown(subject.expected_failures)
+    refuse_unknown(subject.known_failures)
     return Laboratory(subject)

@@ -10,7 +10,7 @@ import attrs
 from attrs.validators import ge, instance_of
 
 from specplug.algorithm import find_model, shipped_name
-from specplug.errors import UsageError
+from specplug.errors import SpecplugError, UsageError
 from specplug.registry import Registry, SelectedAlgorithm
 
 
@@ -44,7 +44,8 @@ class Subject:
         quick: few texts and short outputs, in all configurations, and no measurements: a suite of
             tests that runs often. It earns no grade.
         expected_failures: by the id of a check, why it fails. One that passes all the same is a
-            failure: what is declared must be true.
+            failure: what is declared must be true. They go over those that the plugin declares
+            (``AlgorithmInfo.conformance``).
     """
 
     algorithm: str | object
@@ -57,6 +58,16 @@ class Subject:
     host: str | None = None
     host_arguments: Sequence[str] = ()
     expected_failures: Mapping[str, str] = attrs.field(factory=dict, validator=_known_checks)
+
+    @property
+    def known_failures(self) -> dict[str, str]:
+        """Why checks are known to fail, by their ids: what the plugin declares, and what is given
+        here. Of a plugin that is broken, the latter alone."""
+        try:
+            declared = self.selected.info.conformance.expected_failures
+        except SpecplugError:
+            declared = {}
+        return {**declared, **self.expected_failures}
 
     @property
     def declared_accept_length(self) -> float | None:

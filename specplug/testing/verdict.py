@@ -42,14 +42,14 @@ def judge(check: Check, laboratory: Laboratory) -> Verdict:
     """Run a check."""
     began = time.perf_counter()
     status, told = _run(check, laboratory)
-    reason = laboratory.subject.expected_failures.get(check.id)
+    reason = laboratory.subject.known_failures.get(check.id)
     if reason is not None and status == "failed":
         status, told = "expected", f"{reason} ({told})"
     elif reason is not None and status == "passed":
         status = "passed unexpectedly"
         told = (
             f"it passes, and is declared to fail: {reason!r}; take {check.id!r} out of "
-            "expected_failures (--fails)"
+            "expected_failures (--fails, or AlgorithmInfo.conformance)"
         )
     return Verdict(check, status, told, time.perf_counter() - began)
 

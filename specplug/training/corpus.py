@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+from specplug.algorithm import HELD_OUT_PROMPTS
 from specplug.errors import UsageError, shown
 from specplug.text_file import read_text
+
+_NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"}
+"""Folders beside or in the standard library that are no source of modules in use."""
 
 _EXPECTED = '{"text": …}, {"prompt": …} with or without a "response", or {"messages": […]}'
 
@@ -49,6 +54,38 @@ def read_texts(files: Sequence[Path], tokenizer: Any) -> list[Text]:
         named = ", ".join(map(str, files)) or "none"
         raise UsageError(f"data {named}: no text in it; expected one at least")
     return texts
+
+
+def standard_library() -> tuple[Path, ...]:
+    """Return the running Python's own source, sorted: what a training without data reads.
+
+    Without packages that were installed, tests, and the modules that the default model's held-out
+    prompts are from. Files that are not UTF-8 are left out.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    held_out = {
+        json.loads(line)["module"] for line in HELD_OUT_PROMPTS.read_text("utf-8").splitlines()
+    }
+    return tuple(
+        file
+        for file in sorted(root.rglob("*.py"))
+        if not _NOT_SOURCE & set(file.relative_to(root).parts)
+        and _module_of(file.relative_to(root)) not in held_out
+        and _is_utf8(file)
+    )
+
+
+def _module_of(file: Path) -> str:
+    parts = file.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _is_utf8(file: Path) -> bool:
+    try:
+        file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+    return True
 
 
 def _files(given: Sequence[Path]) -> Iterator[Path]:

@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from specplug.algorithm import AlgorithmInfo, SpecConfig, find_model, shipped_name
-from specplug.bench.dataset import HELD_OUT, read_prompts
+from specplug.algorithm import HELD_OUT_PROMPTS, AlgorithmInfo, SpecConfig, find_model, shipped_name
+from specplug.bench.dataset import read_prompts
 from specplug.config import EngineConfig
 from specplug.errors import UsageError
 from specplug.model.loading import choose_dtype, load_tokenizer, read_target_config
@@ -31,7 +31,7 @@ from specplug.speculative.defaults import CoreDefaults
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.trainer import DraftFiles, Trainer, TrainingBatch
 from specplug.training.acceptance import accept_lengths
-from specplug.training.corpus import Text, read_texts
+from specplug.training.corpus import Text, read_texts, standard_library
 from specplug.training.hidden_state_files import export_hidden_states
 from specplug.training.progress import Progress
 from specplug.training.ranks import Ranks, whole
@@ -178,7 +178,7 @@ class TrainingSession:
     def _new_rows(self, tokenizer: Any) -> tuple[Rows, list[Any]]:
         settings = self.settings
         self._tell("reading the data", 0, 0)
-        texts = read_texts(settings.data, tokenizer)
+        texts = read_texts(settings.data or standard_library(), tokenizer)
         length = settings.length
         texts, prompts = self._hold_out(texts)
         own = Rows.of(texts, length)
@@ -218,7 +218,7 @@ class TrainingSession:
         settings = self.settings
         own = shipped_name(self._model) != self._model
         if settings.prompts is not None or own:
-            found = read_prompts(settings.prompts or HELD_OUT)[:HELD_BACK]
+            found = read_prompts(settings.prompts or HELD_OUT_PROMPTS)[:HELD_BACK]
             return texts, [prompt.content for prompt in found]
         held = texts[:: max(2, len(texts) // HELD_BACK)][:HELD_BACK]
         if len(texts) < 2 * len(held):

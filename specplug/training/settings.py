@@ -16,7 +16,8 @@ class TrainingSettings:
     Attributes:
         algorithm: whose draft network is trained.
         model: the target's folder or hub id; None: the default model.
-        data: files of texts, prompts and chats (``corpus``).
+        data: files of texts, prompts and chats (``corpus``); none: the Python standard library's
+            own source, less the modules that the default model's held-out prompts are from.
         out: the folder of the trained network; what a resume needs is in its ``training`` folder.
         steps: of the optimizer; None: as many as fit into ``minutes``.
         minutes: of the whole training, with what comes before and after the steps.

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from specplug.bench.dataset import HELD_OUT, Prompt, deal, read_prompts
+from specplug.algorithm import HELD_OUT_PROMPTS
+from specplug.bench.dataset import Prompt, deal, read_prompts
 from specplug.errors import FallbackWarning, UsageError
 
 
@@ -16,7 +17,7 @@ def file(tmp_path):
 
 
 def test_the_built_in_set():
-    prompts = read_prompts(HELD_OUT)
+    prompts = read_prompts(HELD_OUT_PROMPTS)
     assert len(prompts) == len({str(prompt.content) for prompt in prompts}) == 256
 
 

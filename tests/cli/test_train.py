@@ -29,8 +29,8 @@ def test_help_imports_no_torch() -> None:
     assert "--export-hidden-states" in done.stdout
 
 
-def test_training_without_data_is_refused(tmp_path: Path) -> None:
-    assert "expected an algorithm and a file" in refusal("EAGLE3", "--out", str(tmp_path))
+def test_training_without_an_algorithm_is_refused(tmp_path: Path) -> None:
+    assert "expected an algorithm" in refusal("--out", str(tmp_path))
 
 
 def test_resume_takes_its_settings_from_where_it_began(tmp_path: Path) -> None:

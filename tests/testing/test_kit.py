@@ -16,7 +16,7 @@ from mutants import HookMisspelt, Item, NoFinalNorm, WithEagle3
 from shallow_target import ShallowTarget
 
 import specplug
-from specplug import Batch, Draft, DraftInput
+from specplug import AlgorithmInfo, Batch, Conformance, Draft, DraftInput, hookimpl
 from specplug.cli.check import declared
 from specplug.errors import UsageError
 from specplug.registry import Registry
@@ -94,6 +94,41 @@ def test_expected_failure_that_passes_is_wrong() -> None:
 def test_expected_failure_without_reason_is_refused() -> None:
     with pytest.raises(UsageError, match="expected the reason"):
         Subject(algorithm="NGRAM", expected_failures={"exact.tokens": " "})
+
+
+class DeclaresFailure:
+    """Declares what it is known to fail."""
+
+    def __init__(self, **failures: str) -> None:
+        self._declared = Conformance(expected_failures={"blind.made": "not yet", **failures})
+
+    @hookimpl
+    def describe(self) -> AlgorithmInfo:
+        return AlgorithmInfo(name="MADE", summary="made", api_version=1, conformance=self._declared)
+
+    @hookimpl
+    def create_worker(self, runtime: Any) -> None: ...
+
+    @hookimpl
+    def build_draft_input(self, target_output: Any) -> None: ...
+
+    @hookimpl
+    def propose(self, draft_input: Any) -> None: ...
+
+
+def test_failure_that_the_plugin_declares_is_expected() -> None:
+    laboratory = Laboratory(Subject(algorithm=DeclaresFailure()))
+    verdict = judge(_check(Failure("found")), laboratory)
+    assert verdict.status == "expected"
+    assert "not yet" in verdict.told
+    assert judge(_check(None), laboratory).status == "passed unexpectedly"
+    told = Subject(algorithm=DeclaresFailure(), expected_failures={"blind.made": "mine"})
+    assert told.known_failures == {"blind.made": "mine"}
+
+
+def test_declared_failure_without_a_reason_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected a check's id, and the reason"):
+        Conformance(expected_failures={"blind.made": " "})
 
 
 def test_check_that_raises_anything_is_a_failure() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from specplug import UsageError
 from specplug.algorithm import find_model
-from specplug.training.corpus import Text, read_texts
+from specplug.training.corpus import Text, read_texts, standard_library
 
 TEMPLATE = Path(__file__).parents[1] / "serve" / "chat.jinja"
 
@@ -79,3 +80,11 @@ def test_data_without_a_text_is_refused(tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(UsageError, match="no text in it"):
         read_texts([tmp_path / "empty.txt"], tokenizer)
+
+
+def test_standard_library_is_less_the_held_out_modules() -> None:
+    root = Path(sysconfig.get_path("stdlib"))
+    named = {file.relative_to(root).as_posix() for file in standard_library()}
+    assert {"ast.py", "json/__init__.py", "html/entities.py"} <= named
+    assert named.isdisjoint({"json/decoder.py", "html/parser.py", "csv.py"})
+    assert not any("site-packages" in name or name.startswith("test/") for name in named)
