@@ -11,6 +11,7 @@ from specplug.testing.check import Failure, NotApplicable, check
 from specplug.testing.configuration import SIMPLEST, Configuration, cover, shown, smallest
 from specplug.testing.hosted import acceptance_in_host
 from specplug.testing.laboratory import Drafted, Key, Laboratory
+from specplug.testing.symptoms import likely_cause
 
 AGREE = 0.97
 """Share of the roots at which drafts must agree: float32 rounds otherwise in other shapes, and so
@@ -224,7 +225,8 @@ def acceptance(laboratory: Laboratory) -> str:
     if laboratory.subject.selected.info.defaults.num_draft_tokens == 1:
         raise NotApplicable("it declares to draft nothing: Defaults(num_draft_tokens=1)")
     refuse_quick(laboratory)
-    found = laboratory.observe(SIMPLEST, laboratory.standard_prompts(), max_tokens=64)
+    prompts = laboratory.standard_prompts()
+    found = laboratory.observe(SIMPLEST, prompts, max_tokens=64)
     if not any(found.drafts.values()):
         raise Failure(
             "nothing was drafted; expected drafts: if the algorithm drafts no texts as short as "
@@ -239,12 +241,13 @@ def acceptance(laboratory: Laboratory) -> str:
             raise Failure(
                 f"{length:.2f} tokens a verification; expected more than 1.10: hardly a draft is "
                 "right; compare the draft's inputs and weights with the model they were trained by"
+                f"{likely_cause(laboratory, found, prompts)}"
             )
         return f"{length:.2f} tokens a verification; none declared"
     if length < 0.95 * declared:
         raise Failure(
             f"{length:.2f} tokens a verification; expected {declared:.2f}, which is declared: "
-            "drafts are right less often than they were"
+            f"drafts are right less often than they were{likely_cause(laboratory, found, prompts)}"
         )
     return told or f"{length:.2f} tokens a verification, {declared:.2f} declared"
 
