@@ -12,7 +12,7 @@ import click
 from specplug.cli.progress import loading_bars
 from specplug.cli.standard_output import print_table, reserve_standard_output
 from specplug.errors import UsageError, shown
-from specplug.printable import printable
+from specplug.printable import one_line, printable
 from specplug.registry import Registry
 
 if TYPE_CHECKING:
@@ -211,14 +211,20 @@ def print_verdicts(verdicts: Sequence[Verdict], *, host: str | None = None) -> N
             each.check.id,
             MARKS[each.status],
             f"{each.seconds:.1f} s",
-            each.check.title if each.is_wrong else each.told or each.check.title,
+            each.check.title if each.is_wrong else one_line(each.told or each.check.title),
         )
         for each in verdicts
     ]
     print_table(("grade", "check", "", "time", ""), rows)
     for each in verdicts:
         if each.is_wrong:
-            lines = map(printable, each.told.rsplit("\n", 1))  # the page is a line of its own
-            click.echo("\n" + "\n".join(lines), file=sys.stderr)
+            click.echo("\n" + told_in_lines(each.told), file=sys.stderr)
     if host is None:
         click.echo(f"\ngrade: {told_grade(verdicts)}")
+
+
+def told_in_lines(told: str) -> str:
+    """Return what a check tells, line by line; the lines within are indented, so that none looks
+    like one of ours. The last one is the page."""
+    *found, page = map(printable, told.split("\n"))
+    return "\n".join([*found[:1], *(f"  {line}" for line in found[1:]), page])

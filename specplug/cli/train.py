@@ -91,8 +91,7 @@ def _check_alone(ctx: click.Context) -> None:
 )  # fmt: skip
 @click.option(
     "--repeat", type=click.FloatRange(0, 1), default=0.15, show_default=True, metavar="X",
-    help="The share of rows that say a piece of the data again and again, so that a draft learns to "
-    "copy.",
+    help="The share of rows that say a piece of the data again and again: a draft learns to copy.",
 )  # fmt: skip
 @click.option(
     "--start", type=FILES, metavar="FOLDER", help="The network to go on from; a new one if none."

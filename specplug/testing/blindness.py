@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
 
@@ -11,6 +12,8 @@ from specplug.testing.check import Failure, NotApplicable, check
 from specplug.testing.configuration import SIMPLEST, Configuration, cover, shown, smallest
 from specplug.testing.hosted import acceptance_in_host
 from specplug.testing.laboratory import Drafted, Key, Laboratory
+from specplug.testing.parting import left_in, told_parting
+from specplug.testing.symptoms import likely_cause
 
 AGREE = 0.97
 """Share of the roots at which drafts must agree: float32 rounds otherwise in other shapes, and so
@@ -38,10 +41,15 @@ def invariance(laboratory: Laboratory) -> str:
 
             least = smallest(configuration, differs)
             parting = first_parting(simple.drafts, laboratory.observe(least, sampled=True).drafts)
+            texts = laboratory.prompts()
+            states = told_parting(
+                left_in(laboratory, SIMPLEST, texts, sampled=True),
+                left_in(laboratory, least, texts, sampled=True),
+            )
             raise Failure(
                 f"{shown(least)}: {100 * share:.0f} % of the drafts are those of the simplest "
                 f"configuration; expected {100 * AGREE:.0f} %: what is drafted after a text must "
-                f"not depend on how it came there. {usual_causes(least)}{parting}"
+                f"not depend on how it came there. {usual_causes(least)}{parting}{states}"
             )
     return f"{100 * least_share:.1f} % agree in the worst of {len(stressed)} configurations"
 
@@ -52,13 +60,14 @@ def _same_in_order(laboratory: Laboratory) -> None:
     Raises:
         Failure: the drafts are not equal.
     """
-    others = laboratory.observe(SIMPLEST, laboratory.prompts()[::-1])
+    prompts = laboratory.prompts()[::-1]
+    others = laboratory.observe(SIMPLEST, prompts)
     told = "after other requests: "
     causes = (
         "Usual causes: a row's state that is not reset when another request gets the row "
         "(batch.first_chunk), text or counts of other requests. "
     )
-    _demand_equal(laboratory, others.drafts, told, causes)
+    _demand_equal(laboratory, others.drafts, told, causes, SIMPLEST, prompts)
 
 
 def _same_in_chunks(laboratory: Laboratory) -> None:
@@ -70,13 +79,23 @@ def _same_in_chunks(laboratory: Laboratory) -> None:
     configuration = {**SIMPLEST, "chunk": 5}
     chunked = laboratory.observe(configuration)
     told = f"{shown(configuration)}: "
-    _demand_equal(laboratory, chunked.drafts, told, usual_causes(configuration))
+    causes = usual_causes(configuration)
+    prompts = laboratory.prompts()
+    _demand_equal(laboratory, chunked.drafts, told, causes, configuration, prompts)
 
 
 def _demand_equal(
-    laboratory: Laboratory, found: Mapping[Key, Drafted], told: str, causes: str
+    laboratory: Laboratory,
+    found: Mapping[Key, Drafted],
+    told: str,
+    causes: str,
+    configuration: Configuration,
+    prompts: Sequence[Any],
 ) -> None:
     """Refuse drafts that are not equal to those of the simplest run: nothing makes them narrower.
+
+    Args:
+        configuration, prompts: of the run in which they were found.
 
     Raises:
         Failure: fewer than ``AGREE`` are.
@@ -87,10 +106,14 @@ def _demand_equal(
     if len(differing) > (1 - AGREE) * len(roots):
         key = min(differing, key=lambda key: key[::-1])
         share = 1 - len(differing) / len(roots)
+        states = told_parting(
+            left_in(laboratory, SIMPLEST, laboratory.prompts()),
+            left_in(laboratory, configuration, prompts),
+        )
         raise Failure(
             f"{told}{100 * share:.0f} % of {len(roots)} drafts are those of the simplest run; "
             f"expected {100 * AGREE:.0f} %. {causes}"
-            f"{shown_draft(*key, found[key], simple[key].tokens[1:])}"
+            f"{shown_draft(*key, found[key], simple[key].tokens[1:])}{states}"
         )
 
 
@@ -125,19 +148,14 @@ def agreement(expected: Mapping[Key, Drafted], found: Mapping[Key, Drafted]) -> 
     roots = expected.keys() & found.keys()
     if not roots:
         return 1.0
-    return sum(_agree(expected[root], found[root]) for root in roots) / len(roots)
-
-
-def _agree(expected: Drafted, found: Drafted) -> bool:
-    few, many = sorted((expected.paths, found.paths), key=len)
-    return few <= many
+    return sum(expected[root].agrees(found[root]) for root in roots) / len(roots)
 
 
 def first_parting(expected: Mapping[Key, Drafted], found: Mapping[Key, Drafted]) -> str:
     """Return the first root at which drafts differ, in words."""
     for prompt, position in sorted(expected.keys() & found.keys(), key=lambda key: key[::-1]):
         a, b = expected[prompt, position], found[prompt, position]
-        if not _agree(a, b):
+        if not a.agrees(b):
             told = shown_draft(prompt, position, b, a.tokens[1:])
             return told if a.is_chain else f"{told[:-1]}, parents {list(a.parents)}."
     return ""
@@ -186,6 +204,12 @@ def replay(laboratory: Laboratory) -> str:
     share = agreement(expected, {key: found.drafts[key] for key in expected})
     if share < 0.9:
         told = first_parting(expected, found.drafts)
+        left = left_in(laboratory, SIMPLEST, list(again.values()), max_tokens=3)
+        prompted = {
+            key: left[tuple(text), key[1]] for key, text in again.items() if key in expected
+        }
+        decoded = left_in(laboratory, SIMPLEST, laboratory.prompts())
+        told += told_parting(prompted, decoded)
         raise Failure(
             f"{100 * share:.0f} % of {len(expected)} drafts are those after a prompt of the same "
             "text; expected 90 %: build_draft_input must leave after a verify what it leaves after "
@@ -224,7 +248,8 @@ def acceptance(laboratory: Laboratory) -> str:
     if laboratory.subject.selected.info.defaults.num_draft_tokens == 1:
         raise NotApplicable("it declares to draft nothing: Defaults(num_draft_tokens=1)")
     refuse_quick(laboratory)
-    found = laboratory.observe(SIMPLEST, laboratory.standard_prompts(), max_tokens=64)
+    prompts = laboratory.standard_prompts()
+    found = laboratory.observe(SIMPLEST, prompts, max_tokens=64)
     if not any(found.drafts.values()):
         raise Failure(
             "nothing was drafted; expected drafts: if the algorithm drafts no texts as short as "
@@ -239,12 +264,13 @@ def acceptance(laboratory: Laboratory) -> str:
             raise Failure(
                 f"{length:.2f} tokens a verification; expected more than 1.10: hardly a draft is "
                 "right; compare the draft's inputs and weights with the model they were trained by"
+                f"{likely_cause(laboratory, found, prompts)}"
             )
         return f"{length:.2f} tokens a verification; none declared"
     if length < 0.95 * declared:
         raise Failure(
             f"{length:.2f} tokens a verification; expected {declared:.2f}, which is declared: "
-            "drafts are right less often than they were"
+            f"drafts are right less often than they were{likely_cause(laboratory, found, prompts)}"
         )
     return told or f"{length:.2f} tokens a verification, {declared:.2f} declared"
 

@@ -85,6 +85,11 @@ class Drafted:
         chain = tuple(chain)
         return frozenset(path[-1] for path in self.paths if path[:-1] == chain)
 
+    def agrees(self, other: Drafted) -> bool:
+        """Return whether both have the same paths; of one that was cut, those it has left."""
+        few, many = sorted((self.paths, other.paths), key=len)
+        return few <= many
+
     def follows(self, chain: Sequence[int]) -> bool:
         """Return whether the draft has a chain as far as it goes: where it leaves it, its node has
         no child."""
@@ -126,11 +131,12 @@ class Recorder:
             return draft
         for row, (request, position) in enumerate(zip(batch.requests, positions, strict=True)):
             key = (tuple(request.prompt_token_ids), position)
-            self.drafts[key] = _drafted(draft, row)
+            self.drafts[key] = drafted(draft, row)
         return draft
 
 
-def _drafted(draft: Draft, row: int) -> Drafted:
+def drafted(draft: Draft, row: int) -> Drafted:
+    """Return what a draft has for the request in a row."""
     width = draft.width if draft.widths is None else draft.widths[row]
     tokens = draft.tokens[row, :width].tolist()
     if draft.parents is None:

@@ -393,7 +393,7 @@ def _judge(
         shares[mistake.told] = sum(drafts[k].follows(c) for k, c in made.items()) / len(made)
     likeliest = max(shares, key=shares.__getitem__)
     first = min(differing, key=lambda key: (key[1] - len(key[0]), key))
-    why = _place(expected, drafts)
+    why = _place(expected, drafts, shape)
     if shares[likeliest] > share + TOLD:
         why = f"{100 * shares[likeliest]:.0f} % are what follows from a mistake in the {likeliest}"
     raise Failure(
@@ -404,9 +404,16 @@ def _judge(
     )
 
 
-def _place(expected: Mapping[Key, list[int]], drafts: Mapping[Key, Drafted]) -> str:
+def _place(expected: Mapping[Key, list[int]], drafts: Mapping[Key, Drafted], shape: str) -> str:
     """Return where to look, by which drafts are right."""
-    if all(drafts[key].follows(chain[:1]) for key, chain in expected.items()):
+    first_right = all(drafts[key].follows(chain[:1]) for key, chain in expected.items())
+    if first_right and shape != "declared":  # what is declared was right
+        return (
+            "Drafts as declared are right, and wide trees are not: look at the mask of drafted "
+            "rows (all true, or of another order?): each sees its own ancestors alone, and no node "
+            "beside them"
+        )
+    if first_right:
         return (
             "The first tokens are right, and later ones are not: look at what drafted rows get, "
             "their slots (offset, lead), positions, mask and features"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from specplug.bench.dataset import HELD_OUT, Prompt, read_prompts
+from specplug.algorithm import HELD_OUT_PROMPTS
+from specplug.bench.dataset import Prompt, read_prompts
 from specplug.bench.workload import WORKLOADS, make_workload
 from specplug.errors import UsageError
 
-PROMPTS = read_prompts(HELD_OUT)[:8]
+PROMPTS = read_prompts(HELD_OUT_PROMPTS)[:8]
 
 
 def contents(name: str, prompts: list[Prompt] = PROMPTS) -> list[str]:

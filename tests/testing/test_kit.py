@@ -17,7 +17,7 @@ from shallow_target import ShallowTarget
 
 import specplug
 from specplug import AlgorithmInfo, Batch, Conformance, Draft, DraftInput, hookimpl
-from specplug.cli.check import declared
+from specplug.cli.check import declared, told_in_lines
 from specplug.errors import UsageError
 from specplug.registry import Registry
 from specplug.testing import Failure, NotApplicable, Subject, all_checks, kit
@@ -382,3 +382,8 @@ def test_pressure_retracts_requests(shallow: ShallowTarget, quick: bool) -> None
     with laboratory.engine({**SIMPLEST, "batch": 3}) as llm:
         llm.generate(texts, laboratory.params(len(texts), sampled=False, max_tokens=12))
         assert llm.stats()["retractions"] == 0
+
+
+def test_failure_of_many_lines_is_printed_in_lines() -> None:
+    told = told_in_lines("blind.made: found\nbelow\x1b[1m\nSee the page")
+    assert told.splitlines() == ["blind.made: found", "  below\\x1b[1m", "See the page"]

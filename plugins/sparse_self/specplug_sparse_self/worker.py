@@ -55,13 +55,15 @@ class SparseSelfWorker(TargetDrafter):
 
     def extend(self, batch: Batch, output: CommittedOutput) -> DraftInput:
         """Choose the pages to which the last committed row attends most; none while contexts are
-        seen whole.
+        seen whole, and are at the next draft.
 
         Its queries in the watched layers are computed again. All keys of these layers are read for
         it, a part of what the verification has read that is as large as their share of the layers.
         """
         pages = None
-        follows = batch.drafts_follow and self._drafts(batch)
+        # By the next draft the host knows of more tokens: those of this step, and of one that is
+        # still under way.
+        follows = batch.drafts_follow and self._drafts(batch, soon=self.num_steps + 2)
         if self._inputs is not None and follows and batch.size:
             ends = batch.seq_lens + output.accept_lens  # what the next draft finds committed
             inputs = output.per_node[self._inputs][output.last_rows]
@@ -102,10 +104,10 @@ class SparseSelfWorker(TargetDrafter):
             return Draft.chain(draft_input.bonus_tokens.unsqueeze(1))
         return super().propose(batch, draft_input)
 
-    def _drafts(self, batch: Batch) -> bool:
-        """Return whether some request has more tokens than drafts see, as far as the host knows.
-        A warm-up is of all passes."""
-        seen = self.view.tokens
+    def _drafts(self, batch: Batch, soon: int = 0) -> bool:
+        """Return whether some request has more tokens than drafts see, as far as the host knows, or
+        will have with so many more. A warm-up is of all passes."""
+        seen = self.view.tokens - soon
         return batch.is_warm_up or any(len(each.token_ids) > seen for each in batch.requests)
 
     def plan(self, batch: Batch, *state: Tensor) -> TargetPlan:

@@ -13,7 +13,7 @@ from recorded_operations import record_operations
 from torch import Tensor
 
 import specplug
-from specplug import LLM, Draft, SamplingParams
+from specplug import LLM, Batch, Draft, DraftInput, SamplingParams
 from specplug.engine.engine_runtime import EngineRuntime
 from specplug.speculative import graph_recorder
 from specplug.speculative.graph_recorder import GraphRecorder
@@ -21,7 +21,7 @@ from specplug.speculative.graph_runner import GraphRunner
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.pass_arguments import BatchPadding
 from specplug_sparse_self import SparseSelf, View
-from specplug_sparse_self.worker import SparseSelfWorker
+from specplug_sparse_self.worker import PAGES, SparseSelfWorker
 
 SMALL = View(sinks=1, window=6, pages=2, page_size=4)
 TEXT = Path(specplug.__file__).with_name("llm.py").read_text()
@@ -95,7 +95,7 @@ def test_view_of_all_drafts_what_the_target_takes(
     target: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By pages alone: the window is empty."""
-    monkeypatch.setattr(SparseSelfWorker, "_drafts", lambda self, batch: True)
+    monkeypatch.setattr(SparseSelfWorker, "_drafts", lambda self, batch, soon=0: True)
     view = View(sinks=0, window=0, pages=CONTEXT // 4, page_size=4)
     with LLM(
         target, dtype="float64", speculative_algorithm=SparseSelf(view), speculative_num_steps=3
@@ -256,3 +256,29 @@ def test_default_model_with_a_quarter_of_its_context(default_completion: Complet
         assert llm.stats()["mean_accept_length"] > 3
         short = llm.generate(default_completion.prompt, default_completion.params)[0]
         assert short.token_ids == default_completion.output.token_ids
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain loop"])
+@pytest.mark.parametrize("length", range(SMALL.tokens - 6, SMALL.tokens + 2))
+def test_first_draft_sees_chosen_pages(
+    target: Path, length: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However far the prompt is from the length at which drafts begin."""
+    chosen: list[Tensor] = []
+    inner = SparseSelfWorker.propose
+
+    def propose(self: SparseSelfWorker, batch: Batch, draft_input: DraftInput) -> Draft:
+        draft = inner(self, batch, draft_input)
+        if draft.width > 1 and not batch.is_warm_up:
+            chosen.append(draft_input[PAGES].clone())
+        return draft
+
+    monkeypatch.setattr(SparseSelfWorker, "propose", propose)
+    with LLM(
+        target,
+        dtype="float64",
+        speculative_algorithm=SparseSelf(SMALL),
+        disable_overlap_schedule=not overlap,
+    ) as llm:
+        llm.generate([list(range(length))], SamplingParams(max_tokens=12, ignore_eos=True))
+    assert chosen[0].max() > 0
