@@ -82,11 +82,11 @@ def _check_alone(ctx: click.Context) -> None:
 )  # fmt: skip
 @click.option("--learning-rate", type=click.FloatRange(min=0, min_open=True), metavar="X")
 @click.option(
-    "--regenerate", type=click.IntRange(min=0), default=1024, show_default=True, metavar="N",
+    "--regenerate", type=click.IntRange(min=0), default=512, show_default=True, metavar="N",
     help="Texts that the target writes, from beginnings of the data's; 0: the data as they are.",
 )  # fmt: skip
 @click.option(
-    "--corpus", type=click.FloatRange(0, 1), default=0.25, show_default=True, metavar="X",
+    "--corpus", type=click.FloatRange(0, 1), default=0.75, show_default=True, metavar="X",
     help="The share of the data's own texts among the rows, where the target wrote some.",
 )  # fmt: skip
 @click.option(

@@ -53,8 +53,8 @@ class TrainingSettings:
     learning_rate: float | None = None
     weight_decay: float = 0.05
     warm_up: int = 100
-    regenerate: int = 1024
-    corpus: float = 0.25
+    regenerate: int = 512
+    corpus: float = 0.75
     repeat: float = 0.15
     seed: int = 0
     device: str | None = None

@@ -30,6 +30,7 @@ class Eagle3Trainer(FeatureTrainer):
     """
 
     network: Eagle3Network
+    rows = 4
 
     def __init__(self, runtime: TrainingRuntime) -> None:
         start = runtime.config.draft_model_path
