@@ -24,6 +24,8 @@ project = "specplug"
 extensions = ["myst_parser"]
 root_doc = "README"
 html_theme = "furo"
+html_static_path = ["static"]
+html_css_files = ["wrapped.css"]
 html_title = "specplug"
 html_copy_source = False
 html_show_copyright = False
@@ -32,18 +34,28 @@ myst_heading_anchors = 6
 suppress_warnings = ["myst.header"]
 
 
-def listed_pages() -> list[tuple[str, str]]:
-    """Read the README's list of documentation: each page's path, and what it is about."""
-    rows = README.partition("## Documentation\n")[2].splitlines()
-    cells = [row.strip("| ").split(" | ", 1) for row in rows if row.startswith("| [")]
-    return [(path, about) for pages, about in cells for _, path in LINK.findall(pages)]
+def listed_groups() -> dict[str, list[tuple[str, str]]]:
+    """Read the README's lists of documentation: by their titles each page's path, and what it is
+    about."""
+    groups: dict[str, list[tuple[str, str]]] = {}
+    title = "Documentation"
+    for row in README.partition("## Documentation\n")[2].splitlines():
+        if row.startswith("### "):
+            title = row[4:]
+        elif row.startswith("| ["):
+            pages, about = row.strip("| ").split(" | ", 1)
+            found = [(path, about) for _, path in LINK.findall(pages)]
+            groups.setdefault(title, []).extend(found)
+    return groups
 
 
-PAGES = listed_pages()
+GROUPS = listed_groups()
+PAGES = [page for pages in GROUPS.values() for page in pages]
 PACKAGES = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("plugins/*/README.md"))]
 exclude_patterns = [".*", "build"]  # folders that are not even walked: environments, caches
-NAMES = [*(path for path, _ in PAGES), "specplug/kernels/README.md", *PACKAGES]
-include_patterns = ["README.md", *NAMES]
+CAPTIONS = {title: [path for path, _ in pages] for title, pages in GROUPS.items()}
+CAPTIONS["Packages"] = ["specplug/kernels/README.md", *PACKAGES]
+include_patterns = ["README.md", *(name for names in CAPTIONS.values() for name in names)]
 
 
 def _of_site(app: Any, name: str, source: list[str]) -> None:
@@ -56,7 +68,9 @@ def _of_site(app: Any, name: str, source: list[str]) -> None:
     text = LINK.sub(link, source[0])
     text = DIAGRAM.sub(_as_text, text)  # drawing it would need a script of others
     if name == root_doc:
-        text += "\n```{toctree}\n:hidden:\n\n" + "\n".join(NAMES) + "\n```\n"
+        for caption, names in CAPTIONS.items():
+            listed = "\n".join(names)
+            text += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{listed}\n```\n"
     source[0] = text
 
 
