@@ -31,6 +31,10 @@ class MedusaTrainer(Trainer):
             self.network = read_heads(start, size)
         self.network.to(runtime.device, torch.float32)
 
+    def orthogonal(self) -> list[torch.nn.Parameter]:
+        """Return the matrices of the heads, none of which has a row a token."""
+        return [parameter for parameter in self.network.parameters() if parameter.ndim == 2]
+
     def loss(self, batch: TrainingBatch) -> TrainingLoss:
         """Return the cross entropy of what the target says further on, summed over the heads."""
         hidden = batch.features[self._head_input]
