@@ -28,6 +28,11 @@ STEP_WEIGHT = 0.8
 LATER_EVERY = 4
 """Every so many positions of a text go on to the unrolled steps after the first one."""
 
+GOAL_TOKENS = 32
+"""How many of the target's likeliest tokens a draft learns the probabilities of."""
+
+GOAL_SHARES, GOAL_PLACES, GOAL_COUNTS = "goal_shares", "goal_places", "goal_counts"
+
 
 @attrs.frozen(eq=False, kw_only=True)
 class TrainingBatch:
@@ -128,6 +133,14 @@ class TrainingRuntime(Protocol):
         """Ask for what the target's LM head reads, [B, L, hidden_size]. Call it in
         ``create_trainer``."""
 
+    def derive(self, compute: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> None:
+        """Ask for what is computed of the captured features, under names of its own beside them.
+        Call it in ``create_trainer``. On a CPU that is done once for a text, not at each step.
+
+        Args:
+            compute: gets the features [..., L, C] of texts, and returns tensors [..., L, D].
+        """
+
     def setting(self, name: str, default: Value) -> Value:
         """Return what the user gave by ``--set NAME=VALUE``, in the default's type.
 
@@ -194,7 +207,8 @@ class FeatureTrainer(Trainer):
 
     The drafting is unrolled over ``num_steps`` steps (the training-time test of EAGLE-3, arXiv
     2503.01840): after the first one the network reads its own results, as it does when it drafts.
-    The goal is the target's distribution over the draft's vocabulary. The methods a subclass writes
+    The goal is the target's distribution over its ``GOAL_TOKENS`` likeliest tokens of the draft's
+    vocabulary. The methods a subclass writes
     are those of ``FeatureDrafter``.
 
     Args:
@@ -210,6 +224,7 @@ class FeatureTrainer(Trainer):
         self.num_steps = num_steps or runtime.config.num_steps
         self.token_ids = token_ids.to(runtime.device)
         self._head_input = runtime.capture_lm_head_input()
+        runtime.derive(self._goal)
 
     @abstractmethod
     def features(self, batch: TrainingBatch) -> Tensor:
@@ -238,12 +253,12 @@ class FeatureTrainer(Trainer):
         teach nearly the same, and a text costs a third.
         """
         rows, length = batch.tokens.shape
-        goal, counted = self._goal(batch)
         # The token, the goal and whether it counts stand one further on in each step.
         padding = self.num_steps + 1
-        tokens, counted = F.pad(batch.tokens, (0, padding)), F.pad(counted, (0, padding))
-        best = F.pad(goal.argmax(-1), (0, padding))
-        goal = F.pad(goal, (0, 0, 0, padding))
+        tokens = F.pad(batch.tokens, (0, padding))
+        counted = F.pad(batch.counted & batch.features[GOAL_COUNTS][..., 0], (0, padding))
+        shares = F.pad(batch.features[GOAL_SHARES].float(), (0, 0, 0, padding))
+        places = F.pad(batch.features[GOAL_PLACES].long(), (0, 0, 0, padding))
         at = torch.arange(length, device=tokens.device)
         attend, hidden = UnrolledAttention(rows), self.features(batch)
         total, found = hidden.new_zeros(()), []
@@ -258,22 +273,27 @@ class FeatureTrainer(Trainer):
             positions = (at + step).repeat(rows)
             hidden = self.forward(tokens[:, here].flatten(), hidden, positions, attend)
             logits = self.logits(hidden).float().view(rows, len(at), -1)
-            each = logits.logsumexp(-1) - torch.linalg.vecdot(goal[:, here], logits)
+            of_goal, wanted = logits.gather(-1, places[:, here]), shares[:, here]
+            each = logits.logsumexp(-1) - (wanted * of_goal).sum(-1)
             total = total + STEP_WEIGHT**step * batch.mean(each, counted[:, here])
             with torch.no_grad():
-                of_best = logits.gather(-1, best[:, here].unsqueeze(-1)).squeeze(-1)
-                right = (of_best >= logits.amax(-1)).float()
+                right = (of_goal[..., 0] >= logits.amax(-1)).float()
                 found.append(batch.mean(right, counted[:, here]))
         return TrainingLoss(loss=total, metrics={"top-1": torch.stack(found)})
 
-    def _goal(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
-        """Return the target's distribution after each position over the draft's vocabulary, [B, L,
-        V_draft] float32, and where it counts [B, L]: its top token is in that vocabulary."""
-        with torch.no_grad():
-            logits = self.runtime.lm_head(batch.features[self._head_input])
-            known = logits[..., self.token_ids]
-            counted = batch.counted & (known.amax(-1) >= logits.amax(-1))
-            return known.float().softmax(-1), counted
+    @torch.no_grad()
+    def _goal(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what the target says after each position: its likeliest tokens of the draft's
+        vocabulary, the likeliest first, with their probabilities among these, [..., L, K], and
+        whether its top token is one of that vocabulary [..., L, 1]."""
+        logits = self.runtime.lm_head(features[self._head_input])
+        known = logits[..., self.token_ids].float()
+        most = known.topk(min(GOAL_TOKENS, known.shape[-1]), dim=-1)
+        return {
+            GOAL_SHARES: most.values.softmax(-1),
+            GOAL_PLACES: most.indices.to(torch.int32),
+            GOAL_COUNTS: most.values[..., :1] >= logits.amax(-1, keepdim=True),
+        }
 
 
 class UnrolledAttention:

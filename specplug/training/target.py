@@ -73,6 +73,7 @@ class FrozenRuntime:
     ) -> None:
         self._target, self._rows, self._options = target, rows, dict(options)
         self._asked: set[str] = set()
+        self._derived: list[Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]] = []
         self._features: dict[int, dict[str, Tensor]] = {}
         self._bytes = 0
         self.config = config
@@ -106,6 +107,10 @@ class FrozenRuntime:
     def capture_lm_head_input(self) -> str:
         """Ask for what the LM head reads."""
         return self._target.capture.keep_lm_head_input()
+
+    def derive(self, compute: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> None:
+        """Ask for what is computed of the captured features."""
+        self._derived.append(compute)
 
     def setting(self, name: str, default: Value) -> Value:
         """Return a setting of the trainer's own."""
@@ -177,10 +182,19 @@ class FrozenRuntime:
         return TrainingBatch(
             tokens=tokens,
             counted=counted.to(self.device),
-            features=self._kept(chosen) if one_by_one else self._target.run(tokens),
+            features=self._kept(chosen) if one_by_one else self._run(tokens),
             step=step,
             total=total,
         )
+
+    def _run(self, tokens: Tensor) -> dict[str, Tensor]:
+        """Return what the target computes for tokens [B, L], and what is derived of it."""
+        found = self._target.run(tokens)
+        if torch.is_autocast_enabled("cpu"):
+            found = {name: each.to(torch.bfloat16) for name, each in found.items()}
+        for compute in self._derived:
+            found.update(compute(found))
+        return found
 
     def _kept(self, chosen: Tensor) -> dict[str, Tensor]:
         """Return the features of rows, [B, L, C] by name, of which those that fit into
@@ -199,9 +213,7 @@ class FrozenRuntime:
         if index in self._features:
             return self._features[index]
         tokens, _ = self._rows.batch([index])
-        found = {name: each[0] for name, each in self._target.run(tokens).items()}
-        if torch.is_autocast_enabled("cpu"):
-            found = {name: each.to(torch.bfloat16) for name, each in found.items()}
+        found = {name: each[0] for name, each in self._run(tokens).items()}
         size = sum(each.nbytes for each in found.values())
         if self._bytes + size <= KEPT_BYTES:
             self._features[index] = found
