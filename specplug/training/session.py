@@ -258,16 +258,17 @@ class TrainingSession:
 
     def train(self) -> None:
         """Take all steps that are left, saving every so often and at the end."""
-        seconds: list[float] = []
+        timed: list[tuple[float, float]] = []
         seen: list[tuple[Tensor, dict[str, Tensor]]] = []
         while self._total is None or self._step < self._total:
-            begun = time.monotonic()
+            if self._total is None:
+                timed.append((time.monotonic(), self._runtime.seconds))
             seen.append(self._train_step())
             self._step += 1
-            if self._total is None:
-                seconds.append(time.monotonic() - begun)
-                if len(seconds) == UNTIMED + TIMED:
-                    self._plan(sum(seconds[UNTIMED:]) / TIMED)
+            if self._total is None and len(timed) == UNTIMED + TIMED:
+                (begun, before), now = timed[UNTIMED], time.monotonic()
+                target = self._runtime.seconds - before
+                self._plan((now - begun) / TIMED, target / TIMED)
             if self._total is not None and self._is_due(max(1, self._total // REPORTS)):
                 self._report(seen)
                 seen = []
@@ -278,14 +279,23 @@ class TrainingSession:
     def _is_due(self, every: int) -> bool:
         return self._step % every == 0 or self._step == self._total
 
-    def _plan(self, seconds: float) -> None:
+    def _plan(self, seconds: float, of_target: float) -> None:
         """Settle how many steps there are in the minutes that are left. It is saved, so that a
-        resume ends where this would have ended."""
+        resume ends where this would have ended.
+
+        Args:
+            seconds: of a step.
+            of_target: of these, the target's: it sees each row once where its features are kept.
+        """
         minutes = self.settings.minutes or 15.0
         left = minutes * 60 * (1 - MEASURED_SHARE) - (time.monotonic() - self._began)
-        planned = max(self._step + 1, self._step + int(left / seconds))
-        self._total = int(self.ranks.agree(planned))
-        self._say(f"{self._total} steps of {seconds:.3f} s fit into {minutes:g} minutes")
+        epoch = len(self._rows) // self._size
+        steps = int(left / seconds)
+        if self._runtime.keeps_all and self._step + steps > epoch:
+            steps = int((left - max(epoch - self._step, 0) * of_target) / (seconds - of_target))
+        self._total = int(self.ranks.agree(self._step + max(steps, 1)))
+        left_each = left / max(steps, 1)
+        self._say(f"{self._total} steps of {left_each:.3f} s fit into {minutes:g} minutes")
 
     def _train_step(self) -> tuple[Tensor, dict[str, Tensor]]:
         settings, step = self.settings, self._step

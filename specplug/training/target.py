@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -61,6 +62,9 @@ class FrozenRuntime:
         rows: that are trained on.
         options: what the user gave by ``--set``.
         tokenizer: the target's.
+
+    Attributes:
+        seconds: that the target's passes took, as far as the host waits for them.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class FrozenRuntime:
         self._derived: list[Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]] = []
         self._features: dict[int, dict[str, Tensor]] = {}
         self._bytes = 0
+        self.seconds = 0.0
         self.config = config
         self.tokenizer = tokenizer
         self.device = target.device
@@ -189,12 +194,20 @@ class FrozenRuntime:
 
     def _run(self, tokens: Tensor) -> dict[str, Tensor]:
         """Return what the target computes for tokens [B, L], and what is derived of it."""
+        begun = time.monotonic()
         found = self._target.run(tokens)
         if torch.is_autocast_enabled("cpu"):
             found = {name: each.to(torch.bfloat16) for name, each in found.items()}
         for compute in self._derived:
             found.update(compute(found))
+        self.seconds += time.monotonic() - begun
         return found
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether what is computed of every row is kept, as far as the rows so far tell."""
+        num_kept = len(self._features)
+        return num_kept > 0 and self._bytes / num_kept * len(self._rows) <= KEPT_BYTES
 
     def _kept(self, chosen: Tensor) -> dict[str, Tensor]:
         """Return the features of rows, [B, L, C] by name, of which those that fit into
