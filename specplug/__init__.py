@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from specplug.algorithm import (
     API_VERSION,
+    DATA_ONLY,
     DEFAULT_MODEL,
     DEFAULT_MODEL_PATH,
     HELD_OUT_PROMPTS,
@@ -159,6 +160,7 @@ _LAZY = {
 
 __all__ = [
     "API_VERSION",
+    "DATA_ONLY",
     "DEFAULT_MODEL",
     "DEFAULT_MODEL_PATH",
     "HELD_OUT_PROMPTS",

@@ -11,6 +11,7 @@ import specplug
 
 VALUES = {
     "API_VERSION",
+    "DATA_ONLY",
     "DEFAULT_MODEL",
     "DEFAULT_MODEL_PATH",
     "HELD_OUT_PROMPTS",

@@ -909,7 +909,7 @@ def test_extensions_given_as_objects_take_part(tiny_model: Path) -> None:
     [
         ("VIEWS", r"extensions='VIEWS': expected a list of plugin objects"),
         (["VIEWS"], r"extensions=\('VIEWS',\): expected a list of plugin objects"),
-        ([Watcher], r"extension Watcher \(a plugin object, builtins:Watcher\): it is the class"),
+        ([Watcher], r"extension Watcher \(a plugin object, [\w.]+:Watcher\): it is the class"),
     ],
 )
 def test_extensions_that_are_no_objects_are_refused(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specplug import (
+    DATA_ONLY,
     DraftFiles,
     Trainer,
     TrainingBatch,
@@ -81,9 +82,7 @@ def read_network(path: str, runtime: TrainingRuntime) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    network = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, trust_remote_code=False, weights_only=True
-    )
+    network = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **DATA_ONLY)
     found = network.config.get_text_config().vocab_size
     if found != runtime.vocab_size:
         raise UsageError(
