@@ -16,6 +16,14 @@ _HEADER = re.compile(
 )
 """A call up to its arguments, in the order in which models are trained to write it."""
 
+_NAME_AND_ARGUMENTS = re.compile(r"([\w.-]+)(?:\[ARGS\])?\s*(?=\{)")
+_BEGINS_SO = re.compile(r"[\w.-]*(\[(A(R(GS?)?)?)?)?\]?\s*")
+_FUNCTION = re.compile(r"<function=([^>\n]+)>")
+
+_LONGEST_HEADER = 1024
+"""Characters up to a call's arguments that are looked at. While a header has not ended, each token
+has it read again: without a bound, a name without an end would hold up all clients."""
+
 _PLAIN, _QUOTED = re.compile(r'["{}]'), re.compile(r'\\(?:.|$)|"', re.DOTALL)
 """What matters to the end of an object, outside of strings and within."""
 
@@ -199,6 +207,8 @@ class JSONToolCalls(ToolCallParser):
             return False
         for end, state in ((self.ending, self._text), (self.marker, self._begun)):
             if end and self._rest.startswith(end):
+                if end == self.marker:
+                    self._opened += end
                 self._go_on(len(end), state)
                 return True
         if self._strip(self.separators):
@@ -215,8 +225,10 @@ class JSONToolCalls(ToolCallParser):
 
     def _header(self) -> bool:
         """Take a call up to its arguments; or a whole one, if its keys have another order."""
-        if header := _HEADER.match(self._rest):
-            self._begin(json.loads(header[1]))
+        header = _HEADER.match(self._rest, 0, _LONGEST_HEADER)
+        name = _read_name(header[1]) if header else None
+        if header and name is not None:
+            self._begin(name)
             self._go_on(header.end(), self._arguments)
             self._object, self._is_whole = _ObjectEnd(), False
             return True
@@ -253,16 +265,37 @@ class JSONToolCalls(ToolCallParser):
         return True
 
 
+def _read_name(text: str) -> str | None:
+    """Read a name as JSON; None if it is none, or no response can have it."""
+    try:
+        name: str = json.loads(text)
+        name.encode()
+    except ValueError:
+        return None
+    return name
+
+
 def _read_call(text: str) -> Call | None:
     """Read a whole call; None if it is another object, or none."""
     try:
         found = json.loads(text)
+        name, arguments = found.get("name"), found.get("arguments", found.get("parameters", {}))
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            return None
+        name.encode()
+        return Call(name, _json_text(arguments))
     except (ValueError, RecursionError):
         return None
-    arguments = found.get("arguments", found.get("parameters", {}))
-    if not isinstance(found.get("name"), str) or not isinstance(arguments, dict):
-        return None
-    return Call(found["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+def _json_text(value: Any) -> str:
+    """Return a value as JSON that can be sent: lone surrogates stay escapes."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return text
 
 
 class HermesToolCalls(JSONToolCalls):
@@ -297,12 +330,15 @@ class MistralToolCalls(JSONToolCalls):
     marker, separators = "[TOOL_CALLS]", " \n\r\t,;[]"
 
     def _named(self) -> bool:
-        if found := re.match(r"([\w.-]+)(?:\[ARGS\])?\s*(?=\{)", self._rest):
+        if not self._opened:  # a bare name follows the marker alone
+            return super()._named()
+        if found := _NAME_AND_ARGUMENTS.match(self._rest, 0, _LONGEST_HEADER):
             self._begin(found[1])
             self._go_on(found.end(), self._arguments)
             self._object, self._is_whole = _ObjectEnd(), True
             return True
-        if not self._final and re.fullmatch(r"[\w.-]*(\[(A(R(GS?)?)?)?)?\]?\s*", self._rest):
+        may_end = not self._final and len(self._rest) < _LONGEST_HEADER
+        if may_end and _BEGINS_SO.fullmatch(self._rest):
             return False
         return super()._named()
 
@@ -315,13 +351,14 @@ class QwenCoderToolCalls(ToolCallParser):
 
     def _begun(self) -> bool:
         self._strip(" \n\r\t")
-        if found := re.match(r"<function=([^>\n]+)>", self._rest):
+        if found := _FUNCTION.match(self._rest, 0, _LONGEST_HEADER):
             self._begin(found[1])
             self._name, self._given, self._seen = found[1], 0, 0
             self._go_on(found.end(), self._parameters)
             return True
         begun = self._rest.startswith("<function=") and ">" not in self._rest
-        if self._may_be("<function=") or (begun and not self._final):
+        may_end = not self._final and len(self._rest) < _LONGEST_HEADER
+        if self._may_be("<function=") or (begun and may_end):
             return False
         return self._is_no_call(0)
 
@@ -363,12 +400,14 @@ class QwenCoderToolCalls(ToolCallParser):
         schema = properties.get(key) if isinstance(properties, dict) else None
         if not isinstance(schema, dict):
             return json.dumps(value, ensure_ascii=False)
-        allowed, kinds = schema.get("enum"), schema.get("type", [])
+        allowed, kinds = schema.get("enum"), schema.get("type")
+        if not isinstance(kinds, str | list):  # no schema: where calls are free, nothing reads it
+            kinds = []
         if isinstance(allowed, list) and value.strip() in allowed:
             value = value.strip()  # grammars of calls allow blanks around a value
         if "string" not in kinds or ("null" in kinds and value == "null"):
             try:
-                return json.dumps(json.loads(value), ensure_ascii=False)
+                return _json_text(json.loads(value))
             except (ValueError, RecursionError):
                 pass
         return json.dumps(value, ensure_ascii=False)

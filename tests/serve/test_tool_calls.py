@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -100,6 +101,14 @@ def test_text_without_a_call_stays_as_it_is(form: str, text: str) -> None:
         ("llama3_json", '{"name": "add", "parameters": [1]}'),
         ("mistral", "[TOOL_CALLS]"),
         ("qwen3_coder", "<tool_call>{}</tool_call>"),
+        ("hermes", r'<tool_call>{"name": "a\qb", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "a\nb", "arguments": {}}</tool_call>'),
+        ("hermes", r'<tool_call>{"name": "\u12", "arguments": {}}</tool_call>'),
+        ("hermes", r'<tool_call>{"name": "\ud800", "arguments": {}}</tool_call>'),
+        ("hermes", r'<tool_call>{"arguments": {}, "name": "\ud800"}</tool_call>'),
+        ("hermes", "<tool_call><tool_call>none"),
+        ("llama3_json", r'{"name": "a\qb", "parameters": {}}'),
+        ("mistral", r'[TOOL_CALLS][{"name": "a\qb", "arguments": {}}]'),
     ],
 )
 def test_what_looks_like_a_call_and_is_none_is_text(form: str, text: str) -> None:
@@ -153,3 +162,60 @@ def test_qwen_values_are_what_the_schema_says() -> None:
 def test_output_that_is_cut_off_shows_what_there_is() -> None:
     parser = parse("hermes", '<tool_call>{"name": "search", "arguments": {"q": "ab')
     assert [(call.name, call.arguments) for call in parser.calls] == [("search", '{"q": "ab')]
+
+
+def test_text_after_mistral_calls_is_no_call() -> None:
+    text = BOTH["mistral"] + " Then {x"
+    for parser in (parse("mistral", text), parse("mistral", *text, "")):
+        assert [call.name for call in parser.calls] == ["add", "search"]
+        assert parser.content == "Then {x"
+
+
+def test_marker_after_a_call_stays_if_no_call_follows() -> None:
+    text = f'<tool_call>{{"name": "search", "arguments": {QUERY_JSON}}}<tool_call>none'
+    for parser in (parse("hermes", text), parse("hermes", *text, "")):
+        assert [call.name for call in parser.calls] == ["search"]
+        assert parser.content == "<tool_call>none"
+
+
+@pytest.mark.parametrize("kind", [5, None, True, {"a": 1}], ids=repr)
+def test_type_that_is_no_type_is_ignored(kind: Any) -> None:
+    tools = {"f": {"properties": {"a": {"type": kind}}}}
+    parser = PARSERS["qwen3_coder"](tools, only_first=False)
+    parser.feed("<tool_call><function=f><parameter=a>7</parameter></function></tool_call>")
+    assert read(parser) == [("f", {"a": 7})]
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("hermes", r'<tool_call>{"arguments": {"a": "\ud800"}, "name": "add"}</tool_call>'),
+        (
+            "qwen3_coder",
+            r'<tool_call><function=add><parameter=a>"\ud800"</parameter></function></tool_call>',
+        ),
+    ],
+)
+def test_lone_surrogates_stay_escapes(form: str, text: str) -> None:
+    (call,) = parse(form, text).calls
+    assert call.arguments.encode() == rb'{"a": "\ud800"}'
+
+
+@pytest.mark.parametrize(
+    ("form", "beginning"),
+    [
+        ("hermes", '<tool_call>{"name": "'),
+        ("llama3_json", '{"name": "'),
+        ("mistral", "[TOOL_CALLS]"),
+        ("qwen3_coder", "<tool_call><function="),
+    ],
+)
+def test_endless_name_takes_time_by_its_length(form: str, beginning: str) -> None:
+    parser = PARSERS[form](TOOLS, only_first=False)
+    parser.feed(beginning)
+    started = time.process_time()
+    for _ in range(20_000):
+        parser.feed("abcdefgh")
+    assert time.process_time() - started < 5  # it was 17 to 98 s
+    _, calls = parser.feed("", final=True)
+    assert (parser.content, calls) == (beginning + "abcdefgh" * 20_000, [])
