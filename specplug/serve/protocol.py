@@ -460,6 +460,19 @@ class NamedTool(_Strict):
     function: FunctionName
 
 
+def _read_arguments(text: str) -> Any:
+    """Read the arguments of a call. What they say is checked as if it stood in the body itself."""
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"tool_calls: the arguments {shown(text)} are no JSON; send what the model called with"
+        ) from error
+    _check_size("tool_calls", arguments)
+    _check_unicode("tool_calls", arguments)
+    return arguments
+
+
 class ChatMessage(BaseModel):
     """One message of a chat. Further fields are handed to the chat template."""
 
@@ -478,13 +491,7 @@ class ChatMessage(BaseModel):
                 continue
             text = function.get("arguments")
             if isinstance(text, str):
-                try:
-                    function["arguments"] = json.loads(text or "{}")
-                except (ValueError, RecursionError) as error:
-                    raise ValueError(
-                        f"tool_calls: the arguments {shown(text)} are no JSON; send what the "
-                        "model called with"
-                    ) from error
+                function["arguments"] = _read_arguments(text)
         return self
 
     def for_template(self) -> dict[str, Any]:

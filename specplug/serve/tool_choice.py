@@ -10,7 +10,7 @@ import attrs
 
 from specplug.errors import shown
 from specplug.serve.api_errors import bad_request
-from specplug.serve.protocol import ChatRequest, NamedTool
+from specplug.serve.protocol import ChatRequest, Function, NamedTool
 from specplug.serve.tool_calls import PARSERS, ToolCallParser
 
 _MOST_BLANKS = 16
@@ -81,6 +81,7 @@ def tool_use(request: ChatRequest, form: str | None) -> ToolUse | None:
             "tools",
         )
     functions = [tool.function for tool in tools]
+    _check_objects(functions)
     schemas = {each.name: {"type": "object", **(each.parameters or {})} for each in functions}
     if len(schemas) < len(tools):
         names = [each.name for each in functions]
@@ -106,6 +107,18 @@ def tool_use(request: ChatRequest, form: str | None) -> ToolUse | None:
         parallel=request.parallel_tool_calls is not False,
         told=[tool.model_dump(exclude_none=True) for tool in tools],
     )
+
+
+def _check_objects(functions: Sequence[Function]) -> None:
+    """Refuse parameters that are no object: no parser would read a call with them."""
+    for each in functions:
+        kind = (each.parameters or {}).get("type", "object")
+        if kind != "object":
+            raise bad_request(
+                f"tools: the parameters of {each.name!r} have the type {shown(kind)}; expected "
+                "the schema of an object, whose properties are the arguments",
+                "tools",
+            )
 
 
 def _check_alone(request: ChatRequest) -> None:

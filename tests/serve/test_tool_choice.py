@@ -151,6 +151,14 @@ def test_earlier_calls_are_read_for_the_template(server: ServerProcess) -> None:
     assert prompt_tokens('{"q": "a b c d e f g h"}') > prompt_tokens('{"q": "a"}') + 3
 
 
+def called_with(arguments: str) -> dict[str, Any]:
+    call = {"function": {"name": "paint", "arguments": arguments}}
+    return {"messages": [{"role": "assistant", "tool_calls": [call]}]}
+
+
+STRING = {"type": "string"}
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
@@ -184,11 +192,20 @@ def test_earlier_calls_are_read_for_the_template(server: ServerProcess) -> None:
             *("tools", "$ref 'x' is not in the schema itself"),
         ),
         (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
+            called_with("{"),
             *("messages", "tool_calls: the arguments '{' are no JSON; send what the model called"),
         ),
+        (called_with('{"a": "\\ud800"}'), "messages", "messages: has a lone surrogate"),
+        (
+            called_with(f'{{"a": {"[" * 200}{"]" * 200}}}'),
+            *("messages", "messages: is nested too deep; expected at most 100 levels"),
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": STRING}}]},
+            *("tools", "the parameters of 'f' have the type 'string'; expected the schema of an"),
+        ),
     ],
-    ids=range(10),
+    ids=range(13),
 )
 def test_bad_tools_are_told(
     server: ServerProcess, fields: dict[str, Any], param: str, message: str
