@@ -122,13 +122,13 @@ def deal(
     Raises:
         UsageError: a round would not fill one batch, or there are too many of them.
     """
-    count = num_prompts or batch_size * -(-FEWEST // batch_size)
+    count = _per_round(batch_size, num_prompts)
     if count < batch_size:
         raise UsageError(
             f"num_prompts={count} does not fill a batch of {batch_size}; expected at least "
             f"{batch_size} prompts per round, or smaller batch sizes"
         )
-    if batch_size + rounds * count > MOST:
+    if num_dealt(batch_size, rounds, num_prompts) > MOST:
         raise UsageError(
             f"{rounds} rounds of {count} prompts after a first batch of {batch_size}: expected at "
             f"most {MOST} in all; lower rounds, num_prompts or batch sizes"
@@ -137,8 +137,17 @@ def deal(
     return Deal(
         warm_up=list(islice(endless, batch_size)),
         rounds=[_batches(list(islice(endless, count)), batch_size) for _ in range(rounds)],
-        comes_again=batch_size + rounds * count > len(prompts),
+        comes_again=num_dealt(batch_size, rounds, num_prompts) > len(prompts),
     )
+
+
+def num_dealt(batch_size: int, rounds: int, num_prompts: int | None = None) -> int:
+    """Return how many prompts ``deal`` takes, the warm-up included."""
+    return batch_size + rounds * _per_round(batch_size, num_prompts)
+
+
+def _per_round(batch_size: int, num_prompts: int | None) -> int:
+    return num_prompts or batch_size * -(-FEWEST // batch_size)
 
 
 def _batches(prompts: Sequence[Prompt], size: int) -> list[Sequence[Prompt]]:
@@ -155,6 +164,7 @@ def _prompt(path: Path, number: int, row: Any) -> Prompt | None:
                 except (AttributeError, KeyError, TypeError) as error:
                     why = f"its {key} are {_shown(row[key])}"
                     raise _bad_line(path, number, why) from error
+                _check_unicode(path, number, said)
                 return Prompt(said, number, is_chat=True) if said else None
     if not isinstance(row, dict) or "prompt" not in row:
         raise _bad_line(path, number, "it has no prompt")
@@ -164,7 +174,18 @@ def _prompt(path: Path, number: int, row: Any) -> Prompt | None:
         raise _bad_line(path, number, f"its prompt is {_shown(content)}")
     if not content:
         raise _bad_line(path, number, "its prompt is empty")
+    if isinstance(content, str):
+        _check_unicode(path, number, content)
     return Prompt(content, number)
+
+
+def _check_unicode(path: Path, number: int, text: str) -> None:
+    """Refuse a lone surrogate, which JSON can have as an escape, and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        why = f"its prompt has a lone surrogate as character {error.start + 1}"
+        raise _bad_line(path, number, why) from error
 
 
 def _first_turn(turns: Sequence[str]) -> str:

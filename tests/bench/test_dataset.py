@@ -42,6 +42,8 @@ EXPECTED = "token ids as the prompt, or a chat: turns, conversations or messages
         ('{"prompt": ["xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"]}', 'its prompt is ["xxxxxx'),
         ('{"prompt": ""}', "its prompt is empty"),
         ('{"prompt": []}', "its prompt is empty"),
+        (r'{"prompt": "a\ud800"}', "its prompt has a lone surrogate as character 2"),
+        (r'{"turns": ["\ud800"]}', "its prompt has a lone surrogate as character 1"),
     ],
 )
 def test_a_bad_line_is_named(file, line, why):
