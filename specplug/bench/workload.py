@@ -31,16 +31,20 @@ _TOOLS = json.dumps(
 )
 
 
-def make_workload(name: str, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Make the requests of a workload.
+def make_workload(name: str, prompts: Sequence[Prompt], most: int | None = None) -> list[Prompt]:
+    """Make the requests of a workload, or the first of them.
 
     Args:
         name: one of ``WORKLOADS``.
         prompts: what they are made of.
+        most: how many are wanted; there may be more, or fewer if the prompts do not suffice. None:
+            all. Those of a large dataset take gigabytes.
 
     Raises:
         UsageError: a prompt is no text, and the workload needs one.
     """
+    if most is not None:  # no workload makes fewer requests than there are prompts
+        prompts = prompts[: -(-most // _CONVERSATIONS) * _CONVERSATIONS]
     return _MAKERS[name](prompts)
 
 

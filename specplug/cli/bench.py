@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specplug.algorithm import HELD_OUT_PROMPTS
-from specplug.bench.dataset import Deal, deal, read_prompts
+from specplug.bench.dataset import Deal, deal, num_dealt, read_prompts
 from specplug.bench.variant import EVERY, SETTINGS, Variant, parse_variants
 from specplug.bench.workload import COMPLETION, NOISE, NOISE_TEMPERATURE, WORKLOADS, make_workload
 from specplug.cli import say
@@ -152,13 +152,13 @@ def bench(ctx: click.Context, /, **options: Any) -> None:
     check_options(ctx, options["engine"], TOLD)
     with told(verbose=options["verbose"]), reserve_standard_output() as out:
         variants, problems = _variants(options)
+        sizes, per_size = options["batch_sizes"], (options["rounds"], options["num_prompts"])
         prompts = make_workload(
-            options["workload"], read_prompts(options["dataset"] or HELD_OUT_PROMPTS)
+            options["workload"],
+            read_prompts(options["dataset"] or HELD_OUT_PROMPTS),
+            most=max(num_dealt(size, *per_size) for size in sizes),
         )
-        deals = {
-            size: deal(prompts, size, options["rounds"], options["num_prompts"])
-            for size in options["batch_sizes"]
-        }
+        deals = {size: deal(prompts, size, *per_size) for size in sizes}
         _prepare(options["output"])
         from specplug.sampling_params import SamplingParams
 

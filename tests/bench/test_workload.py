@@ -64,3 +64,12 @@ def test_chats_are_asked_in_words():
 def test_token_ids_are_refused_where_text_is_needed(name):
     with pytest.raises(UsageError, match="dataset line 3: its prompt is a list of token ids; exp"):
         make_workload(name, [Prompt([1, 2], 3)])
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_no_more_is_made_than_is_wanted(name):
+    whole, many = make_workload(name, PROMPTS), PROMPTS * 1000
+    for most in (1, 5, 8):
+        made = make_workload(name, many, most)
+        assert most <= len(made) <= 4 * len(PROMPTS)
+        assert made[:most] == whole[:most]
