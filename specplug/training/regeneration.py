@@ -23,6 +23,8 @@ def choose_prompts(texts: Sequence[Text], count: int, length: int, seed: int) ->
     places; a prompt's own response is none of it."""
     chance = random.Random(seed)
     weights = [len(text.token_ids) if text.cuts is None else 64 for text in texts]
+    if not any(weights):
+        return []
     chosen = chance.choices(texts, weights, k=count)
     return [prompt for text in chosen if (prompt := _prompt(text, length, chance)) is not None]
 

@@ -36,7 +36,7 @@ from specplug.training.hidden_state_files import export_hidden_states
 from specplug.training.progress import Progress
 from specplug.training.ranks import Ranks, whole
 from specplug.training.regeneration import choose_prompts, regenerate
-from specplug.training.rows import Rows
+from specplug.training.rows import SHORTEST, Rows
 from specplug.training.saved_state import (
     ROWS,
     STATE,
@@ -122,6 +122,7 @@ class TrainingSession:
         if resume:
             told = read_tensors(self._folder / ROWS)[1]
             settings = TrainingSettings.of_plain(told["settings"], settings.out)
+        check_length(settings.length)
         self.settings = settings
         self._selected: SelectedAlgorithm = Registry().select(settings.algorithm)
         self.ranks = Ranks.join(settings.device)
@@ -183,6 +184,7 @@ class TrainingSession:
         texts, prompts = self._hold_out(texts)
         own = Rows.of(texts, length)
         if not settings.regenerate:
+            check_rows(own, texts, settings)
             self._say(f"{len(own)} rows of the data, {own.num_tokens} tokens")
             return self._with_repeated(own, own), prompts
         begun = time.monotonic()
@@ -200,7 +202,9 @@ class TrainingSession:
             length,
         )
         share = min(settings.corpus, 0.99)
-        rows = written.joined(own.chosen(round(len(written) * share / (1 - share)), settings.seed))
+        count = round(len(written) * share / (1 - share)) if len(written) else len(own)
+        rows = written.joined(own.chosen(count, settings.seed))
+        check_rows(rows, texts, settings)
         rows = self._with_repeated(rows, own)
         self._say(
             f"{len(written)} texts of {written.num_tokens} tokens that the target wrote in "
@@ -209,7 +213,10 @@ class TrainingSession:
         return rows, prompts
 
     def _with_repeated(self, rows: Rows, own: Rows) -> Rows:
-        """Return the rows, and some of pieces of the data's own that are repeated."""
+        """Return the rows, and some of pieces of the data's own that are repeated. Data of prompts
+        alone have none of their own."""
+        if not len(own):
+            return rows
         share = min(self.settings.repeat, 0.99)
         return rows.joined(own.repeated(round(len(rows) * share / (1 - share)), self.settings.seed))
 
@@ -408,6 +415,33 @@ class TrainingSession:
     def _say(self, line: str) -> None:
         if self.ranks.is_first:
             self._progress.say(line)
+
+
+def check_length(length: int) -> None:
+    """Refuse rows that are too short to be kept.
+
+    Raises:
+        UsageError: they are.
+    """
+    if length < SHORTEST:
+        raise UsageError(
+            f"--length {length}: expected at least {SHORTEST}; shorter rows are left out"
+        )
+
+
+def check_rows(rows: Rows, texts: Sequence[Text], settings: TrainingSettings) -> None:
+    """Refuse data of which no row can be made.
+
+    Raises:
+        UsageError: there is no row.
+    """
+    if not len(rows):
+        named = ", ".join(map(str, settings.data)) or "of the standard library"
+        raise UsageError(
+            f"data {named}: {len(texts)} texts, but no row to train on; expected a text, a "
+            f"response or an assistant's turn of {SHORTEST} tokens or more; give longer "
+            "texts, or with prompts alone --regenerate and a --length of more than their 4/3"
+        )
 
 
 def write_draft(folder: Path, files: DraftFiles) -> None:

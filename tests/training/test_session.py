@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -186,3 +187,39 @@ def test_rate_rises_and_falls() -> None:
     assert rates[0] == pytest.approx(0.1)
     assert max(rates) == rates[9]
     assert rates[-1] < 0.02
+
+
+PROMPT = {"prompt": "import os\nimport sys\n\n\nclass Reader:\n"}
+
+
+def lines(folder: Path, *rows: dict[str, str]) -> Path:
+    """A file of data."""
+    file = folder / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
+def test_prompts_alone_are_data(target: Path, tmp_path: Path) -> None:
+    told = settings(target, lines(tmp_path, *[PROMPT] * 4), tmp_path / "out", regenerate=4)
+    assert TrainingSession(told, Recorded()).trainer
+
+
+@pytest.mark.parametrize(("text", "regenerate"), [("a = 1", 0), ("", 0), ("", 4)])
+def test_data_without_a_row_is_refused(
+    text: str, regenerate: int, target: Path, tmp_path: Path
+) -> None:
+    data = lines(tmp_path, {"text": text}, {"text": text})
+    told = settings(target, data, tmp_path / "out", regenerate=regenerate)
+    with pytest.raises(UsageError, match=r"rows\.jsonl: \d texts, but no row to train on; expecte"):
+        TrainingSession(told, Recorded())
+
+
+def test_data_whose_prompts_are_too_long_is_data(target: Path, tmp_path: Path) -> None:
+    row = {"prompt": PROMPT["prompt"] * 4, "response": "    def read(self):\n        return 1\n"}
+    told = settings(target, lines(tmp_path, *[row] * 4), tmp_path / "out", regenerate=4)
+    assert TrainingSession(told, Recorded()).trainer
+
+
+def test_length_below_the_shortest_row_is_refused(target: Path, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--length 4: expected at least 8"):
+        TrainingSession(settings(target, data, tmp_path, length=4), Recorded())
