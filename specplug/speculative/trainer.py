@@ -270,7 +270,7 @@ class FeatureTrainer(Trainer):
                 hidden = hidden.view(rows, length, -1)[:, at].flatten(0, 1)
                 attend.go_on_from(at)
             here = slice(first + 1 + step, length + 1 + step, every)
-            positions = (at + step).repeat(rows)
+            positions = (at + step).clamp(max=self.runtime.context_len - 1).repeat(rows)
             hidden = self.forward(tokens[:, here].flatten(), hidden, positions, attend)
             logits = self.logits(hidden).float().view(rows, len(at), -1)
             of_goal, wanted = logits.gather(-1, places[:, here]), shares[:, here]

@@ -11,6 +11,9 @@ from specplug.sampling_params import SamplingParams
 
 TEMPERATURES = (0.0, 1.0)
 
+MEASURED_TOKENS = 128
+"""Of each output."""
+
 
 def accept_lengths(
     algorithm: str,
@@ -20,7 +23,7 @@ def accept_lengths(
     model: str | None,
     device: str,
     num_steps: int | None = None,
-    max_tokens: int = 128,
+    max_tokens: int = MEASURED_TOKENS,
     temperatures: Sequence[float] = TEMPERATURES,
 ) -> dict[float, float]:
     """Return the mean tokens a verification, bonus token included, by temperature.

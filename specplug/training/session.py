@@ -25,12 +25,13 @@ from specplug.algorithm import HELD_OUT_PROMPTS, AlgorithmInfo, SpecConfig, find
 from specplug.bench.dataset import read_prompts
 from specplug.config import EngineConfig
 from specplug.errors import UsageError
+from specplug.model.checkpoint import read_config
 from specplug.model.loading import choose_dtype, load_tokenizer, read_target_config
 from specplug.registry import Registry, SelectedAlgorithm, build_plugin_manager
 from specplug.speculative.defaults import CoreDefaults
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.trainer import DraftFiles, Trainer, TrainingBatch
-from specplug.training.acceptance import accept_lengths
+from specplug.training.acceptance import MEASURED_TOKENS, accept_lengths
 from specplug.training.corpus import Text, read_texts, standard_library
 from specplug.training.hidden_state_files import export_hidden_states
 from specplug.training.progress import Progress
@@ -46,7 +47,7 @@ from specplug.training.saved_state import (
     write_tensors,
 )
 from specplug.training.settings import TrainingSettings
-from specplug.training.target import FrozenRuntime, FrozenTarget
+from specplug.training.target import FrozenRuntime, FrozenTarget, context_len
 
 TIMED = 20
 """Steps that are timed, after ``UNTIMED`` ones, to find how many fit into the time."""
@@ -127,6 +128,7 @@ class TrainingSession:
         self._selected: SelectedAlgorithm = Registry().select(settings.algorithm)
         self.ranks = Ranks.join(settings.device)
         self._model = find_model(settings.model)
+        self._context_len = context_len(read_config(self._model).get_text_config())
         self._engine = EngineConfig(
             model=self._model, device=str(self.ranks.device), dtype=settings.dtype
         )
@@ -180,7 +182,9 @@ class TrainingSession:
         settings = self.settings
         self._tell("reading the data", 0, 0)
         texts = read_texts(settings.data or standard_library(), tokenizer)
-        length = settings.length
+        length = min(settings.length, self._context_len)
+        if length < settings.length:
+            self._say(f"rows of at most {length} tokens, the target's context")
         texts, prompts = self._hold_out(texts)
         own = Rows.of(texts, length)
         if not settings.regenerate:
@@ -227,13 +231,16 @@ class TrainingSession:
         if settings.prompts is not None or own:
             found = read_prompts(settings.prompts or HELD_OUT_PROMPTS)[:HELD_BACK]
             return texts, [prompt.content for prompt in found]
-        held = texts[:: max(2, len(texts) // HELD_BACK)][:HELD_BACK]
-        if len(texts) < 2 * len(held):
-            held = texts  # too few to do without any
+        begun = [text for text in texts if beginning(text)]
+        held = begun[:: max(2, len(begun) // HELD_BACK)][:HELD_BACK]
+        if len(begun) < 2 * len(held):
+            held = begun  # too few to do without any
         else:
             kept = {id(text) for text in held}
             texts = [text for text in texts if id(text) not in kept]
-        return texts, [list(text.token_ids[: text.cuts[0] if text.cuts else 64]) for text in held]
+        # As engines cut a chat: what is written follows its end.
+        most = max(1, self._context_len - MEASURED_TOKENS)
+        return texts, [beginning(text)[-most:] for text in held]
 
     def _config(self, info: AlgorithmInfo) -> SpecConfig:
         steps = self.settings.num_steps or info.defaults.num_steps
@@ -391,8 +398,9 @@ class TrainingSession:
 
     def measure(self) -> dict[float, float]:
         """Return the accept lengths of the exported network by temperature. The first rank alone
-        measures; the others get nothing."""
-        if not self.ranks.is_first:
+        measures; the others get nothing.
+        It is empty where no text has a beginning."""
+        if not (self.ranks.is_first and self._prompts):
             return {}
         self._tell("measuring accept lengths", 0, 0)
         return accept_lengths(
@@ -415,6 +423,12 @@ class TrainingSession:
     def _say(self, line: str) -> None:
         if self.ranks.is_first:
             self._progress.say(line)
+
+
+def beginning(text: Text) -> list[int]:
+    """Return the tokens that the target goes on from where accept lengths are measured: a prompt,
+    what is before the first assistant's turn, or 64 tokens. There may be none."""
+    return list(text.token_ids[: text.cuts[0] if text.cuts else 64])
 
 
 def check_length(length: int) -> None:

@@ -88,7 +88,7 @@ class FrozenRuntime:
         self.vocab_size: int = target.config.vocab_size
         self.hidden_size: int = target.config.hidden_size
         self.num_layers = len(target.capture.layers)
-        self.context_len: int = getattr(target.config, "max_position_embeddings", None) or 2048
+        self.context_len = context_len(target.config)
 
     def embed_tokens(self, token_ids: Tensor) -> Tensor:
         """Apply the target's input embedding."""
@@ -232,6 +232,11 @@ class FrozenRuntime:
             self._features[index] = found
             self._bytes += size
         return found
+
+
+def context_len(config: Any) -> int:
+    """Return the tokens of a target's longest sequence, by its text config of transformers."""
+    return getattr(config, "max_position_embeddings", None) or 2048
 
 
 def _final_norm(decoder: nn.Module) -> nn.Module:

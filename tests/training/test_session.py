@@ -189,6 +189,7 @@ def test_rate_rises_and_falls() -> None:
     assert rates[-1] < 0.02
 
 
+TEXT = {"text": "def mean(values):\n    total = 0\n    for value in values:\n        total += v\n"}
 PROMPT = {"prompt": "import os\nimport sys\n\n\nclass Reader:\n"}
 
 
@@ -223,3 +224,27 @@ def test_data_whose_prompts_are_too_long_is_data(target: Path, tmp_path: Path) -
 def test_length_below_the_shortest_row_is_refused(target: Path, data: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--length 4: expected at least 8"):
         TrainingSession(settings(target, data, tmp_path, length=4), Recorded())
+
+
+@pytest.mark.parametrize(
+    "row", [{"text": ""}, {"prompt": "", "response": "x"}, {"prompt": PROMPT["prompt"] * 30}]
+)
+def test_odd_texts_are_no_prompts_to_measure_on(
+    row: dict[str, str], target: Path, tmp_path: Path
+) -> None:
+    told = settings(target, lines(tmp_path, row, TEXT), tmp_path / "out", steps=1)
+    session = TrainingSession(told, Recorded())
+    session.train()
+    session.export()
+    assert set(session.measure()) == {0.0, 1.0}
+
+
+@pytest.mark.parametrize("regenerate", [0, 4])
+def test_rows_are_no_longer_than_the_context(regenerate: int, target: Path, tmp_path: Path) -> None:
+    row = {"text": TEXT["text"] * 20}
+    told = settings(target, lines(tmp_path, row, row), tmp_path / "out", length=384)
+    recorded = Recorded()
+    # The first step of four goes on from a row's last position, to those after the context.
+    session = TrainingSession(attrs.evolve(told, regenerate=regenerate, steps=4), recorded)
+    session.train()
+    assert recorded.lines[0] == "rows of at most 160 tokens, the target's context"
