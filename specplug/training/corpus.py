@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +37,22 @@ class Text:
     cuts: Sequence[int] | None = None
 
 
-def read_texts(files: Sequence[Path], tokenizer: Any) -> list[Text]:
+def read_texts(
+    files: Sequence[Path], tokenizer: Any, left_out: Callable[[Path], None] = lambda file: None
+) -> list[Text]:
     """Read files: JSON Lines (``.jsonl``), and plain text, each file one text.
 
     Args:
-        files: of a folder, all files in it are read.
+        files: of a folder, all files in it are read but those that are not UTF-8.
         tokenizer: the target's, of transformers.
+        left_out: is told each file of a folder that is not read.
 
     Raises:
         UsageError: a file cannot be read, a line is not as expected, or there is no text at all.
     """
     if tokenizer is None:
         raise UsageError("the target has no tokenizer; expected one, to read the data with")
-    texts = [text for file in _files(files) for text in _texts(file, tokenizer)]
+    texts = [text for file in _files(files, left_out) for text in _texts(file, tokenizer)]
     if not texts:
         named = ", ".join(map(str, files)) or "none"
         raise UsageError(f"data {named}: no text in it; expected one at least")
@@ -88,10 +91,14 @@ def _is_utf8(file: Path) -> bool:
     return True
 
 
-def _files(given: Sequence[Path]) -> Iterator[Path]:
+def _files(given: Sequence[Path], left_out: Callable[[Path], None]) -> Iterator[Path]:
     for path in given:
         if path.is_dir():
-            yield from sorted(file for file in path.rglob("*") if file.is_file())
+            for file in sorted(file for file in path.rglob("*") if file.is_file()):
+                if _is_utf8(file):
+                    yield file
+                else:
+                    left_out(file)
         else:
             yield path
 

@@ -181,7 +181,11 @@ class TrainingSession:
     def _new_rows(self, tokenizer: Any) -> tuple[Rows, list[Any]]:
         settings = self.settings
         self._tell("reading the data", 0, 0)
-        texts = read_texts(settings.data or standard_library(), tokenizer)
+        left_out: list[Path] = []
+        texts = read_texts(settings.data or standard_library(), tokenizer, left_out.append)
+        if left_out:
+            named = ", ".join(map(str, left_out[:3])) + (", …" if left_out[3:] else "")
+            self._say(f"not UTF-8, so left out of the data: {len(left_out)} file(s) ({named})")
         length = min(settings.length, self._context_len)
         if length < settings.length:
             self._say(f"rows of at most {length} tokens, the target's context")

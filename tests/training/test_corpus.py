@@ -70,6 +70,19 @@ def test_plain_file_is_one_text(tmp_path: Path, tokenizer: Any) -> None:
     assert [learnt(text, tokenizer) for text in texts] == ["import re\n", "import sys\n"]
 
 
+def test_folders_files_that_are_no_text_are_left_out(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "a.py").write_text("import re\n")
+    picture = tmp_path / "b.png"
+    picture.write_bytes(b"\x89PNG\xff")
+    left_out: list[Path] = []
+    texts = read_texts([tmp_path], tokenizer, left_out.append)
+    assert [learnt(text, tokenizer) for text in texts] == ["import re\n"]
+    assert left_out == [picture]
+    # One that is named was meant.
+    with pytest.raises(UsageError, match=r"b\.png' is not UTF-8 \(byte 0\); expected UTF-8 text"):
+        read_texts([picture], tokenizer)
+
+
 @pytest.mark.parametrize("line", ["{", '{"words": "a"}', '{"text": 3}', '{"messages": [{}]}'])
 def test_bad_line_is_told_with_its_number(tmp_path: Path, tokenizer: Any, line: str) -> None:
     with pytest.raises(UsageError, match=r"data\.jsonl', line 2: .*expected"):

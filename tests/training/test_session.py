@@ -248,3 +248,13 @@ def test_rows_are_no_longer_than_the_context(regenerate: int, target: Path, tmp_
     session = TrainingSession(attrs.evolve(told, regenerate=regenerate, steps=4), recorded)
     session.train()
     assert recorded.lines[0] == "rows of at most 160 tokens, the target's context"
+
+
+def test_files_that_are_left_out_are_told(target: Path, data: Path, tmp_path: Path) -> None:
+    folder, recorded = tmp_path / "data", Recorded()
+    folder.mkdir()
+    (folder / "b.png").write_bytes(b"\x89PNG\xff")
+    (folder / data.name).write_bytes(data.read_bytes())
+    TrainingSession(settings(target, folder, tmp_path / "out"), recorded)
+    told = f"not UTF-8, so left out of the data: 1 file(s) ({folder / 'b.png'})"
+    assert recorded.lines[0] == told
