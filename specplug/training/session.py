@@ -41,6 +41,7 @@ from specplug.training.rows import SHORTEST, Rows
 from specplug.training.saved_state import (
     ROWS,
     STATE,
+    check_names,
     load_state,
     read_tensors,
     save_state,
@@ -122,6 +123,9 @@ class TrainingSession:
         self._folder = settings.out / "training"
         if resume:
             told = read_tensors(self._folder / ROWS)[1]
+            check_names(self._folder / ROWS, "values", told, ("prompts", "settings"))
+            known = settings.as_plain()
+            check_names(self._folder / ROWS, "settings", told["settings"], known)
             settings = TrainingSettings.of_plain(told["settings"], settings.out)
         check_length(settings.length)
         self.settings = settings
@@ -176,6 +180,9 @@ class TrainingSession:
             write_tensors(self._folder / ROWS, rows.as_tensors(), kept)
         self.ranks.wait()
         tensors, told = read_tensors(self._folder / ROWS)
+        check_names(
+            self._folder / ROWS, "tensors", tensors, [each.name for each in attrs.fields(Rows)]
+        )
         return Rows.read(tensors), told["prompts"]
 
     def _new_rows(self, tokenizer: Any) -> tuple[Rows, list[Any]]:

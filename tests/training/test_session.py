@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specplug import LLM, SamplingParams, UsageError
+from specplug import LLM, CheckpointError, SamplingParams, UsageError
+from specplug.training.saved_state import read_tensors, write_tensors
 from specplug.training.session import TrainingSession, learning_rate
 from specplug.training.settings import TrainingSettings
 
@@ -109,6 +110,23 @@ def test_trained_network_drafts(algorithm: str, target: Path, data: Path, tmp_pa
     with LLM(target, speculative_algorithm=algorithm, **drafts) as llm:
         assert llm.generate([prompt], params)[0].token_ids == expected
     assert set(session.measure()) == {0.0, 1.0}
+
+
+@pytest.mark.parametrize("part", ["tensors", "settings"])
+def test_rows_of_another_version_are_refused(
+    part: str, target: Path, data: Path, tmp_path: Path
+) -> None:
+    told = settings(target, data, tmp_path)
+    TrainingSession(told, Recorded())
+    file = tmp_path / "training" / "rows.safetensors"
+    tensors, values = read_tensors(file)
+    if part == "tensors":
+        del tensors["learnt"]
+    else:
+        values["settings"]["gone"] = values["settings"].pop("start")
+    write_tensors(file, tensors, values)
+    with pytest.raises(CheckpointError, match=rf"rows\.safetensors: {part}: .*; expected .*anew"):
+        TrainingSession(told, Recorded(), resume=True)
 
 
 def test_steps_of_minutes_are_saved(target: Path, data: Path, tmp_path: Path) -> None:
