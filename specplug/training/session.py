@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from specplug.algorithm import HELD_OUT_PROMPTS, AlgorithmInfo, SpecConfig, find_model, shipped_name
 from specplug.bench.dataset import read_prompts
 from specplug.config import EngineConfig
-from specplug.errors import UsageError
+from specplug.errors import PluginError, UsageError, shown
 from specplug.model.checkpoint import read_config
 from specplug.model.loading import choose_dtype, load_tokenizer, read_target_config
 from specplug.registry import Registry, SelectedAlgorithm, build_plugin_manager
@@ -268,7 +268,7 @@ class TrainingSession:
     def _make_optimizers(self) -> list[torch.optim.Optimizer]:
         """Make Muon for the trainer's ``orthogonal`` matrices, and AdamW for all other parameters.
         The decay is of matrices alone."""
-        orthogonal = list(self.trainer.orthogonal())
+        orthogonal = self._orthogonal()
         theirs = {id(parameter) for parameter in orthogonal}
         others = [p for p in self._module.parameters() if p.requires_grad and id(p) not in theirs]
         decay = self.settings.weight_decay
@@ -280,6 +280,26 @@ class TrainingSession:
         if orthogonal:
             found.append(torch.optim.Muon(orthogonal, lr=0.0, weight_decay=decay))
         return found
+
+    def _orthogonal(self) -> list[nn.Parameter]:
+        """Return the trainer's ``orthogonal`` matrices, each once, less those that are frozen.
+
+        Raises:
+            PluginError: something of it is no matrix of the network.
+        """
+        network = {id(parameter) for parameter in self.trainer.network.parameters()}
+        found = {}
+        for each in self.trainer.orthogonal() or ():
+            if id(each) not in network or each.ndim != 2:
+                shape = tuple(each.shape) if isinstance(each, torch.Tensor) else shown(each)
+                raise PluginError(
+                    f"{self._selected.entry.subject}: orthogonal() of its trainer returned "
+                    f"{shape}; expected parameters of its network with two dimensions; fix the "
+                    "plugin, or tell its author"
+                )
+            if each.requires_grad:
+                found[id(each)] = each
+        return list(found.values())
 
     def train(self) -> None:
         """Take all steps that are left, saving every so often and at the end."""

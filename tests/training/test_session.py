@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specplug import LLM, CheckpointError, SamplingParams, UsageError
+from specplug import LLM, CheckpointError, FeatureTrainer, PluginError, SamplingParams, UsageError
 from specplug.training.saved_state import read_tensors, write_tensors
 from specplug.training.session import TrainingSession, learning_rate
 from specplug.training.settings import TrainingSettings
@@ -276,3 +277,35 @@ def test_files_that_are_left_out_are_told(target: Path, data: Path, tmp_path: Pa
     TrainingSession(settings(target, folder, tmp_path / "out"), recorded)
     told = f"not UTF-8, so left out of the data: 1 file(s) ({folder / 'b.png'})"
     assert recorded.lines[0] == told
+
+
+@pytest.mark.parametrize(
+    ("returned", "shown"),
+    [
+        (lambda network: [network.norm.weight], r"\(32,\)"),
+        (lambda network: [torch.nn.Parameter(torch.zeros(3, 3))], r"\(3, 3\)"),
+        (lambda network: ["fc.weight"], "'fc.weight'"),
+    ],
+)
+def test_orthogonal_that_is_no_matrix_names_the_plugin(
+    returned: Callable[[Any], list[Any]],
+    shown: str,
+    target: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(FeatureTrainer, "orthogonal", lambda trainer: returned(trainer.network))
+    told = rf"EAGLE3 .*: orthogonal\(\) of its trainer returned {shown}; expected parameters of its"
+    with pytest.raises(PluginError, match=told):
+        TrainingSession(settings(target, data, tmp_path), Recorded())
+
+
+def test_orthogonal_of_a_matrix_twice_steps_it_once(
+    target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = trained(settings(target, data, tmp_path / "once"))
+    inner = FeatureTrainer.orthogonal
+    monkeypatch.setattr(FeatureTrainer, "orthogonal", lambda self: [*inner(self)] * 2)
+    found = trained(settings(target, data, tmp_path / "twice"))
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
