@@ -8,8 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specplug.errors import UsageError
 from specplug.speculative.layers import rope_keys
 from specplug.speculative.trainer import TrainingRuntime
+
+HEADS = ("num_attention_heads", "n_head", "n_heads")
+"""As ``config.json`` calls the number of attention heads."""
 
 
 def layer_sizes(runtime: TrainingRuntime) -> dict[str, Any]:
@@ -18,9 +22,17 @@ def layer_sizes(runtime: TrainingRuntime) -> dict[str, Any]:
     They are called as in ``config.json``, but for ``rope``, what ``layers.Rotary`` reads. The width
     of the MLP is the setting ``intermediate_size`` (``--set``), four times the target's width if it
     is not given.
+
+    Raises:
+        UsageError: the target does not say how many attention heads it has.
     """
     target, size = runtime.config.target_config, runtime.hidden_size
-    heads = target["num_attention_heads"]
+    heads = next((target[name] for name in HEADS if target.get(name)), None)
+    if heads is None:
+        raise UsageError(
+            f"the target's config.json has none of {', '.join(HEADS)}; expected how many attention "
+            "heads a draft's layer is to have; train another algorithm, such as STANDALONE"
+        )
     return {
         "hidden_size": size,
         "intermediate_size": runtime.setting("intermediate_size", 4 * size),

@@ -39,7 +39,10 @@ class FrozenTarget:
 
     def __init__(self, path: str, dtype: torch.dtype | None, device: torch.device) -> None:
         self.model: Any = load_checkpoint(path, dtype, device).eval().requires_grad_(False)
-        self.model.set_attn_implementation("sdpa")
+        try:
+            self.model.set_attn_implementation("sdpa")
+        except ValueError:  # what caps its scores, or has sinks, is not computed so
+            self.model.set_attn_implementation("eager")
         self.device = device
         self.capture = HiddenStateCapture(self.model)
         self.config: Any = self.model.config.get_text_config()

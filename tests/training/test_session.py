@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,10 +15,12 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from drafted_tokens import save_random
 from safetensors.torch import load_file
 from torch import Tensor
 
 from specplug import LLM, CheckpointError, FeatureTrainer, PluginError, SamplingParams, UsageError
+from specplug.algorithm import find_model
 from specplug.training.saved_state import read_tensors, write_tensors
 from specplug.training.session import TrainingSession, learning_rate
 from specplug.training.settings import TrainingSettings
@@ -309,3 +312,33 @@ def test_orthogonal_of_a_matrix_twice_steps_it_once(
     monkeypatch.setattr(FeatureTrainer, "orthogonal", lambda self: [*inner(self)] * 2)
     found = trained(settings(target, data, tmp_path / "twice"))
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
+def odd_target(folder: Path, kind: str) -> Path:
+    """A random target whose config has other names than Llama's, or whose scores are capped."""
+    from transformers import Gemma2Config, GPT2Config
+
+    ends = {"vocab_size": 4096, "bos_token_id": None, "eos_token_id": None}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "head_dim": 8}
+    configs: dict[str, Callable[[], Any]] = {
+        "gpt2": lambda: GPT2Config(n_embd=32, n_layer=4, n_head=4, n_positions=160, **ends),
+        "gemma2": lambda: Gemma2Config(
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=160,
+            sliding_window=16, **sizes, **ends,
+        ),
+    }  # fmt: skip
+    save_random(configs[kind](), folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(find_model(None)) / name, folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gemma2"])
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "DFLASH", "STANDALONE"])
+def test_odd_target_is_trained_for(kind: str, algorithm: str, data: Path, tmp_path: Path) -> None:
+    target, options = odd_target(tmp_path / "target", kind), {"intermediate_size": "48"}
+    told = settings(target, data, tmp_path / "out", algorithm=algorithm, options=options, steps=2)
+    session = TrainingSession(told, Recorded())
+    session.train()
+    session.export()
+    assert set(session.measure()) == {0.0, 1.0}

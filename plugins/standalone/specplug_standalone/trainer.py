@@ -40,7 +40,6 @@ class StandaloneTrainer(Trainer):
         self._head_input = runtime.capture_lm_head_input()
         start = runtime.config.draft_model_path
         network = new_network(runtime) if start is None else read_network(str(start), runtime)
-        network.set_attn_implementation("sdpa")
         self.network = network.to(runtime.device, torch.float32).train()
 
     def loss(self, batch: TrainingBatch) -> TrainingLoss:
