@@ -85,9 +85,12 @@ def _first_tokens(found: Observation) -> Iterator[tuple[int, int]]:
 
 
 def unread_weights(laboratory: Laboratory, prompts: Sequence[Any]) -> list[str]:
-    """Return the tensors of the draft checkpoint that change no draft, whatever they are."""
+    """Return the tensors of the draft checkpoint that change no draft, whatever they are. Where
+    nothing is drafted nothing is known of them."""
     names: list[str] = []
     expected = _drafts(laboratory, prompts, None, names)
+    if not any(expected.values()):
+        return []
     return [name for name in names if _drafts(laboratory, prompts, name, []) == expected]
 
 
