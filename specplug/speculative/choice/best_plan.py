@@ -1,0 +1,245 @@
+"""The choice of a step: who drafts for each request and how deep, for the most tokens a second.
+
+A step of n requests gives n tokens and what is accepted, and takes the target's time over its rows
+and the drafters' times. Which nodes are worth their cost depends on all others, by the curve of the
+target's time and by what a drafter takes whatever it drafts. So a few ways to choose are compared
+whole: for each set of algorithms, nodes above each of some survivals, no deeper than each of some
+depths. The best one is then mended node by node in the order of survival, which finds where padding
+makes nodes free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+
+import attrs
+import numpy as np
+
+from specplug.speculative.choice.step_cost import StepCosts
+
+Array = np.ndarray
+
+_LEAST = np.array([0.0, 0.03, 0.08, 0.15, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95])
+"""Survivals from which on nodes are taken, in the ways to choose that are compared."""
+_MOST_SETS = 6
+"""Sets of algorithms that are compared at most."""
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Plan:
+    """Who drafts how deep.
+
+    Attributes:
+        who: [n] int64, the algorithm of each request, -1: none.
+        depths: [n] int64, how deep; 0 where none drafts.
+        tokens: expected of the step, the bonus tokens included.
+        seconds: expected of the step.
+    """
+
+    who: Array
+    depths: Array
+    tokens: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Expected tokens a second."""
+        return self.tokens / self.seconds
+
+
+@attrs.frozen(eq=False)
+class Costs:
+    """Seconds of the steps that are chosen from.
+
+    Attributes:
+        curve: [rows + 1] of the target's pass.
+        drafters: [A, 4] as ``StepCosts.drafters``.
+        ragged: as ``StepCosts.ragged``.
+        filled: [A] the share of the nodes asked for that an algorithm drafts.
+    """
+
+    curve: Array
+    drafters: Array
+    ragged: float
+    filled: Array
+
+    @classmethod
+    def of(cls, costs: StepCosts, bs: int, context: float, most_nodes: int, filled: Array) -> Costs:
+        """Return those of steps of ``bs`` requests with at most ``most_nodes`` drafted nodes."""
+        curve = costs.curve(bs, context, bs + most_nodes)
+        return cls(curve, costs.drafters, costs.ragged, filled)
+
+
+def plain_plan(bs: int, costs: Costs) -> Plan:
+    """Return the plan in which nothing is drafted."""
+    return Plan(
+        who=np.full(bs, -1),
+        depths=np.zeros(bs, dtype=np.int64),
+        tokens=float(bs),
+        seconds=float(costs.curve[bs]),
+    )
+
+
+def best_plan(survival: Array, costs: Costs, rate: float) -> Plan:
+    """Return the plan with the most tokens a second; of none, if nothing is better.
+
+    Args:
+        survival: [n, A, D] float64, the probability that a node is accepted with all before it; 0
+            where an algorithm may not draft so deep for the request.
+        costs: of steps of n requests with at most n·D drafted nodes.
+        rate: tokens a second that are likely reached, which say what a node must give at least
+            when algorithms are compared for a request.
+    """
+    bs = len(survival)
+    plain = plain_plan(bs, costs)
+    found = _for_one(survival[0], costs) if bs == 1 else _for_many(survival, costs, rate)
+    return found if found is not None and found.rate > plain.rate else plain
+
+
+def _for_one(survival: Array, costs: Costs) -> Plan | None:
+    """Return the best plan that drafts for the only request, [A, D]."""
+    algorithms, deepest = survival.shape
+    if not algorithms:
+        return None
+    depths = np.arange(1, deepest + 1)
+    tokens = 1.0 + survival.cumsum(1)
+    drafter, filled = costs.drafters, costs.filled
+    rows = 1 + np.ceil(np.outer(filled, depths)).astype(np.int64)
+    seconds = (
+        costs.curve[rows]
+        + (drafter[:, 0] + drafter[:, 2])[:, None]
+        + np.outer(drafter[:, 1] + drafter[:, 3] * filled, depths)
+    )
+    rates = np.where(survival > 0, tokens / seconds, 0.0)
+    best = int(rates.argmax())
+    who, at = divmod(best, deepest)
+    if rates[who, at] == 0:
+        return None
+    return Plan(
+        who=np.array([who]),
+        depths=np.array([at + 1]),
+        tokens=float(tokens[who, at]),
+        seconds=float(seconds[who, at]),
+    )
+
+
+def _for_many(survival: Array, costs: Costs, rate: float) -> Plan | None:
+    """Return the best plan that drafts for some of several requests."""
+    bs, algorithms, deepest = survival.shape
+    gains = survival.cumsum(2)
+    price = _prices(costs, bs, deepest, rate)
+    depths = np.arange(1, deepest + 1)
+    # What a request's best depth brings beyond its cost, by algorithm.
+    worth = (gains - price[:, None] * depths).max(2) - rate * costs.drafters[:, 2]
+    best: Plan | None = None
+    for allowed in _sets(algorithms, survival[:, :, 0].any(0)):
+        if len(allowed) == 1:
+            who = np.full(bs, allowed[0])
+        else:
+            who = np.asarray(allowed)[worth[:, allowed].argmax(1)]
+        mine = survival[np.arange(bs), who]
+        plan = _mended(_compared(mine, who, allowed, costs), mine, costs)
+        if best is None or plan.rate > best.rate:
+            best = plan
+    return best
+
+
+def _prices(costs: Costs, bs: int, deepest: int, rate: float) -> Array:
+    """Return the tokens that a node of each algorithm must give to pay for itself, [A]."""
+    rows = bs * min(deepest, 4)
+    row = (costs.curve[bs + rows] - costs.curve[bs]) / rows
+    price: Array = rate * (row + costs.drafters[:, 3]) * costs.filled
+    return price
+
+
+def _sets(algorithms: int, able: Array) -> Iterator[list[int]]:
+    """Yield the sets of algorithms to compare: all, then those with one less, …"""
+    those = [a for a in range(algorithms) if able[a]]
+    given = 0
+    for size in range(len(those), 0, -1):
+        for each in combinations(those, size):
+            if size > 1 and given >= _MOST_SETS - 1:
+                break
+            given += 1
+            yield list(each)
+
+
+def _compared(survival: Array, who: Array, allowed: list[int], costs: Costs) -> Plan:
+    """Return the best of the plans with nodes above a survival and no deeper than a depth.
+
+    Args:
+        survival: [n, D] of each request's algorithm.
+    """
+    bs, deepest = survival.shape
+    limits = _limits(deepest)
+    able = survival > 0
+    deep = (able[:, None] & (survival[:, None] >= _LEAST[:, None])).sum(2)  # [n, T]
+    deep = np.minimum(deep[:, :, None], limits).reshape(bs, -1)  # [n, T·L]
+    gains = np.concatenate([np.zeros((bs, 1)), survival.cumsum(1)], 1)
+    tokens = bs + np.take_along_axis(gains, deep, 1).sum(0)
+    seconds = _seconds(deep, who, allowed, costs)
+    best = int((tokens / seconds).argmax())
+    depths = deep[:, best]
+    return Plan(
+        who=np.where(depths > 0, who, -1),
+        depths=depths,
+        tokens=float(tokens[best]),
+        seconds=float(seconds[best]),
+    )
+
+
+def _limits(deepest: int) -> Array:
+    """Return the depths that are compared as the greatest of a plan."""
+    every = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
+    return np.array([*(depth for depth in every if depth < deepest), deepest])
+
+
+def _seconds(deep: Array, who: Array, allowed: list[int], costs: Costs) -> Array:
+    """Return the seconds of plans [n, P] of depths, [P] float64."""
+    bs, plans = deep.shape
+    seconds, nodes = np.zeros(plans), np.zeros(plans)
+    for a in allowed:
+        mine = deep if len(allowed) == 1 else deep[who == a]
+        if not len(mine):
+            continue
+        drafter, most = costs.drafters[a], mine.max(0)
+        drafted = mine.sum(0) * costs.filled[a]
+        nodes += drafted
+        seconds += drafter[0] * (most > 0) + drafter[1] * most + drafter[3] * drafted
+        seconds += drafter[2] * np.count_nonzero(mine, 0)
+    seconds += costs.curve[bs + np.ceil(nodes).astype(np.int64)]
+    seconds += costs.ragged * (deep.max(0) != deep.min(0))
+    return seconds
+
+
+def _mended(plan: Plan, survival: Array, costs: Costs) -> Plan:
+    """Return the plan with as many nodes in the order of survival as are best, no deeper than it
+    is. Drafters draft as deep as before, so that only the target's rows change."""
+    limit = int(plan.depths.max())
+    who = plan.who
+    if limit == 0:
+        return plan
+    bs = len(survival)
+    took = costs.curve[bs + int(np.ceil((plan.depths * costs.filled[who]).sum()))]
+    others = plan.seconds - took - costs.ragged * (plan.depths.max() != plan.depths.min())
+    mine = np.where(who[:, None] >= 0, survival[:, :limit], 0.0).ravel()
+    # As small integers, which numpy sorts by digits; equal ones stay in the order of depth.
+    order = np.argsort((-30000 * mine).astype(np.int16), kind="stable")
+    order = order[: np.count_nonzero(mine)]
+    if not len(order):
+        return plan
+    filled = costs.filled[who[order // limit]]
+    rows = bs + np.ceil(filled.cumsum()).astype(np.int64)
+    seconds = costs.curve[rows] + others + costs.ragged
+    tokens = bs + mine[order].cumsum()
+    best = int((tokens / seconds).argmax())
+    if tokens[best] / seconds[best] <= plan.rate * (1 + 1e-9):
+        return plan
+    depths = np.bincount(order[: best + 1] // limit, minlength=bs)
+    return Plan(
+        who=np.where(depths > 0, who, -1),
+        depths=depths,
+        tokens=float(tokens[best]),
+        seconds=float(seconds[best]),
+    )

@@ -1,0 +1,126 @@
+"""Learns the costs of a linear model from one measured sum after another, on a machine that
+changes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+Array = np.ndarray
+
+_NOISE = 0.08
+"""How far a step's time is from its expectation at first, as a share of it."""
+_LEAST_NOISE, _MOST_NOISE = 0.03, 0.3
+_DRIFT = 0.012
+"""Share by which the whole machine may change in a step."""
+_OWN_DRIFT = 0.004
+"""Share by which one cost may change beside the others in a step."""
+_CLIP = 2.0
+"""Standard deviations from which on a step counts as an outlier, and tells no more."""
+_STREAK = 3
+"""Outliers to one side in a row that are none: the machine has changed."""
+_JUMP = 0.3
+"""Share by which it may have changed then."""
+_MOST_DOUBT = 0.6
+"""Share of a cost by which it is doubted at most, however long it was not seen."""
+
+
+class CostFilter:
+    """A Kalman filter over costs, of which a step's time is a sum with known weights.
+
+    All costs drift together, since a machine slows down as a whole, and each a little on its own:
+    so what is measured of one kind of step tells of the others too. A time far off moves the costs
+    as one at the edge would (a garbage collector's pause); some in a row are a machine that has
+    changed.
+
+    Args:
+        costs: [p] float64, what is assumed before anything is measured; any unit. The first is the
+            greatest part of every step.
+        scales: [p] float64, what each may be off by at least, as a share of the first.
+        likeness: [p, p] float64, how much costs are off alike: 1 on the diagonal.
+
+    Attributes:
+        costs: [p] float64, seconds once something was measured.
+    """
+
+    def __init__(self, costs: Array, scales: Array, likeness: Array) -> None:
+        self.costs = np.array(costs, dtype=np.float64)
+        self._least = scales
+        self._likeness = likeness
+        self._spread = _MOST_DOUBT**2 * self._alike()
+        self._noise = _NOISE
+        self._streak = 0
+        self._is_scaled = False
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the costs are seconds."""
+        return self._is_scaled
+
+    @property
+    def _scales(self) -> Array:
+        """What each cost may be off by."""
+        scales: Array = np.maximum(self.costs, self._least * self.costs[0])
+        return scales
+
+    def _alike(self) -> Array:
+        """Return the covariance of costs that are off by their scales."""
+        scales = self._scales
+        return self._likeness * np.outer(scales, scales)
+
+    def observe(self, weights: Array, seconds: float, *, trusted: bool = False) -> None:
+        """Learn that a step whose costs count ``weights`` [p] times took ``seconds``.
+
+        Args:
+            trusted: whether it is no outlier, however far off it is.
+        """
+        expected = float(weights @ self.costs)
+        if not self._is_scaled:
+            self._scale(seconds / expected)
+            expected = seconds
+        costs = self.costs
+        self._spread += (_DRIFT**2) * np.outer(costs, costs)
+        self._spread += _OWN_DRIFT**2 * self._alike()
+        towards = self._spread @ weights
+        variance = float(weights @ towards) + (self._noise * expected) ** 2
+        missed = seconds - expected
+        if not trusted:
+            most = _CLIP * variance**0.5
+            self._count(missed, most, expected)
+            missed = min(max(missed, -most), most)
+        gain = towards / variance
+        self.costs = np.maximum(costs + gain * missed, 1e-6 * costs[0])
+        self._spread -= np.outer(gain, towards)
+        self._bound()
+
+    def doubt(self, weights: Array) -> float:
+        """Return the standard deviation of the expected sum of ``weights`` [p], as a share."""
+        return float(weights @ self._spread @ weights) ** 0.5 / float(weights @ self.costs)
+
+    def _scale(self, factor: float) -> None:
+        """Take the first time as the unit of all costs."""
+        self._is_scaled = True
+        self.costs *= factor
+        self._spread *= factor**2
+
+    def _count(self, missed: float, most: float, expected: float) -> None:
+        """Learn how noisy times are; open up where several in a row are far off to one side."""
+        share = min(abs(missed) / expected, 0.5)
+        noise = self._noise + 0.03 * (1.25 * share - self._noise)
+        self._noise = min(max(noise, _LEAST_NOISE), _MOST_NOISE)
+        if abs(missed) <= most:
+            self._streak = 0
+            return
+        side = 1 if missed > 0 else -1
+        self._streak = self._streak + side if self._streak * side > 0 else side
+        if abs(self._streak) >= _STREAK:
+            self._streak = 0
+            self._spread += (_JUMP**2) * np.outer(self.costs, self.costs)
+
+    def _bound(self) -> None:
+        """Keep what was long not seen from being doubted without end."""
+        variances = self._spread.diagonal()
+        most = (_MOST_DOUBT * self._scales) ** 2
+        if (variances > most).any():
+            shrunk = np.minimum(1.0, (most / np.maximum(variances, 1e-300)) ** 0.5)
+            self._spread *= shrunk
+            self._spread *= shrunk[:, None]

@@ -1,0 +1,200 @@
+"""The policy of a run: plans each step's drafts, and learns from each step's outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+
+from specplug.speculative.choice.acceptance import Acceptance
+from specplug.speculative.choice.best_plan import Costs, Plan, best_plan, plain_plan
+from specplug.speculative.choice.step_cost import StepCosts, StepWork
+from specplug.speculative.choice.trials import Trials, hope
+
+Array = np.ndarray
+
+_NEW = 24
+"""Steps without a trial that a new request begins with, for each algorithm."""
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class StepOutcome:
+    """What came of a step; n requests decoded.
+
+    Attributes:
+        request_ids: of the n requests.
+        who: the algorithm that drafted for each, -1: none.
+        asked: how deep a draft each was asked for; 0: none.
+        nodes: nodes verified of each, without the root.
+        accepted: drafted tokens accepted of each; the bonus token is not among them.
+        context: committed tokens of all requests.
+        seconds: of the step; None: they say nothing (it prefilled too, …).
+        draft_seconds: of them those of drafting; None: not known apart.
+    """
+
+    request_ids: Sequence[str]
+    who: Sequence[int]
+    asked: Sequence[int]
+    nodes: Sequence[int]
+    accepted: Sequence[int]
+    context: float = 0.0
+    seconds: float | None = None
+    draft_seconds: float | None = None
+
+
+class DraftPolicy:
+    """Chooses for each step who drafts for each request and how deep.
+
+    Nothing here reads a clock or a device: times are told. With fixed costs the same outcomes give
+    the same plans.
+
+    Args:
+        costs: of a step.
+        depth: D, of the deepest draft of any algorithm.
+    """
+
+    def __init__(self, costs: StepCosts, depth: int) -> None:
+        algorithms = costs.algorithms
+        self.costs = costs
+        self.acceptance = Acceptance(algorithms, depth)
+        self._trials = Trials()
+        self._rows: dict[str, int] = {}
+        self._free: list[int] = []
+        self._heard = np.zeros((0, algorithms), dtype=np.int64)
+        self._filled = np.ones(algorithms)
+        self._step = 0
+        self._rate = 0.0
+        self._reach = np.arange(1, depth + 1)
+
+    def plan(self, request_ids: Sequence[str], most: Array, context: float = 0.0) -> Plan:
+        """Return the plan of a step.
+
+        Args:
+            request_ids: of its n requests.
+            most: [n, A] int64, how deep each algorithm may draft for each request; 0: not at all.
+            context: committed tokens of all requests.
+        """
+        self._step += 1
+        rows = np.array([self._row(each) for each in request_ids], dtype=np.int64)
+        able = most[:, :, None] >= self._reach
+        survival = self.acceptance.survival(rows) * able
+        bs = len(rows)
+        nodes = int(most.max(1, initial=0).sum())
+        costs = Costs.of(self.costs, bs, context, nodes, self._filled)
+        if not nodes:
+            return plain_plan(bs, costs)
+        depth = int(most.max())
+        survival = survival[:, :, :depth]
+        plan = best_plan(survival, costs, self._rate or plain_plan(bs, costs).rate)
+        self._rate = plan.rate
+        self._trials.earn(plan)
+        if plan.depths.any() and self._trials.tries_plain(plan, costs, self._plain_doubt(bs)):
+            return plain_plan(bs, costs)
+        ages = self._step - self._heard[rows]
+        hopeful = self.acceptance.hopeful(rows, hope(ages)) * able
+        return self._trials.mended(plan, survival, hopeful[:, :, :depth], ages, costs)
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Learn from a step: what was accepted, and what it took."""
+        who, asked, nodes = (
+            np.asarray(each, dtype=np.int64)
+            for each in (outcome.who, outcome.asked, outcome.nodes)
+        )
+        rows = np.array([self._row(each) for each in outcome.request_ids], dtype=np.int64)
+        self.acceptance.fade(rows)
+        drafted = np.flatnonzero((who >= 0) & (asked > 0))
+        if len(drafted):
+            accepted = np.asarray(outcome.accepted, dtype=np.int64)[drafted]
+            self.acceptance.observe(rows[drafted], who[drafted], asked[drafted], accepted)
+            self._heard[rows[drafted], who[drafted]] = self._step
+        self._learn_filled(who, asked, nodes)
+        self._learn_cost(outcome)
+
+    def probe(self, outcomes: Sequence[StepOutcome]) -> None:
+        """Learn what steps take that were run before the first request; of their tokens nothing is
+        learned."""
+        for outcome in outcomes:
+            self._learn_cost(outcome, trusted=True)
+
+    def _learn_cost(self, outcome: StepOutcome, *, trusted: bool = False) -> None:
+        if outcome.seconds is None:
+            return
+        who, asked, nodes = (
+            np.asarray(each, dtype=np.int64)
+            for each in (outcome.who, outcome.asked, outcome.nodes)
+        )
+        work = self._work(who, asked, nodes, outcome.context)
+        self.costs.observe(
+            work, outcome.seconds, outcome.draft_seconds, trusted=trusted
+        )
+
+    def _learn_filled(self, who: Array, asked: Array, nodes: Array) -> None:
+        """Learn how much of what algorithms are asked for they draft."""
+        for a in range(self.costs.algorithms):
+            mine = (who == a) & (asked > 0)
+            if mine.any():
+                share = min(1.0, max(0.02, nodes[mine].sum() / asked[mine].sum()))
+                self._filled[a] += 0.05 * (share - self._filled[a])
+
+    def heard(self, request_id: str, algorithm: int, *, asked: int, right: int) -> None:
+        """Learn what an algorithm that did not draft would have had right: full information, at no
+        cost to the target.
+
+        Args:
+            asked: how deep it is known.
+            right: how many of its tokens, from the first on, the target took.
+        """
+        row = self._row(request_id)
+        self.acceptance.observe([row], [algorithm], [asked], [right])
+        self._heard[row, algorithm] = self._step
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        row = self._rows.pop(request_id, None)
+        if row is not None:
+            self._free.append(row)
+
+    def _work(self, who: Array, asked: Array, nodes: Array, context: float) -> StepWork:
+        algorithms = self.costs.algorithms
+        depths, requests, drafted = np.zeros((3, algorithms))
+        for a in range(algorithms):
+            mine = (who == a) & (asked > 0)
+            if mine.any():
+                depths[a] = asked[mine].max()
+                requests[a] = np.count_nonzero(mine)
+                drafted[a] = nodes[mine].sum()
+        return StepWork(
+            bs=len(who),
+            rows=len(who) + int(nodes.sum()),
+            context=context,
+            ragged=bool(len(nodes)) and bool(nodes.max() != nodes.min()),
+            depths=depths,
+            requests=requests,
+            nodes=drafted,
+        )
+
+    def _plain_doubt(self, bs: int) -> float:
+        nothing = np.zeros(self.costs.algorithms)
+        work = StepWork(
+            bs=bs,
+            rows=bs,
+            context=0.0,
+            ragged=False,
+            depths=nothing,
+            requests=nothing,
+            nodes=nothing,
+        )
+        return self.costs.doubt(work)
+
+    def _row(self, request_id: str) -> int:
+        row = self._rows.get(request_id)
+        if row is None:
+            row = self._free.pop() if self._free else len(self._rows)
+            self._rows[request_id] = row
+            self.acceptance.reset(row)
+            if row >= len(self._heard):
+                more = np.zeros((max(16, len(self._heard), row + 1), self._heard.shape[1]))
+                self._heard = np.concatenate([self._heard, more.astype(np.int64)])
+            self._heard[row] = self._step - _NEW
+        return row

@@ -1,0 +1,222 @@
+"""What a step costs: seconds over its rows, requests, context and drafters.
+
+The target's time over rows is a curve with a knot at each size that passes are padded to, between
+which it is a line; nothing says that it is straight or bends one way (rows touch more experts; a
+product runs in tiles). A drafter's time is a sum: for drafting at all, for each depth (a pass), for
+each request and for each node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+
+from specplug.speculative.buckets import MOST_ROWS, row_buckets
+from specplug.speculative.choice.cost_filter import CostFilter
+
+Array = np.ndarray
+
+_KNOTS = np.array([*row_buckets(MOST_ROWS), 768, 1024, 1536, 2048, 4096], dtype=np.float64)
+_LOWER = np.concatenate([[0.0], _KNOTS[:-1]])
+_OF_DRAFTER = 4  # any, depth, requests, nodes
+_FIXED = len(_KNOTS) + 3  # and each request, context, raggedness
+_LIKENESS = 0.9
+"""How much a row costs alike in two neighbouring spans of the curve."""
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class StepWork:
+    """What is done in a decode step.
+
+    Attributes:
+        bs: requests.
+        rows: of the target's pass, before padding.
+        context: committed tokens of all requests.
+        ragged: whether requests have differing numbers of nodes.
+        depths: [A] the deepest draft of each algorithm; 0: it drafts nothing.
+        requests: [A] for how many each drafts.
+        nodes: [A] how many it drafts, without roots.
+    """
+
+    bs: int
+    rows: float
+    context: float
+    ragged: bool
+    depths: Array
+    requests: Array
+    nodes: Array
+
+
+@attrs.frozen(kw_only=True)
+class DeclaredCosts:
+    """Costs of a step as fractions of a plain step of one request: what is assumed before any is
+    measured, and kept where steps have to repeat one by one.
+
+    Attributes:
+        request: of each request after the first.
+        row: of each row of the target's pass after the first.
+        context: of a thousand committed tokens.
+        draft: of drafting at all.
+        depth: of each depth of the deepest draft.
+        drafting: of each request that is drafted for.
+        node: of each drafted node, beside its row.
+        ragged: of a step whose requests have differing numbers of nodes.
+    """
+
+    request: float = 0.02
+    row: float = 0.02
+    context: float = 0.005
+    draft: float = 0.03
+    depth: float = 0.05
+    drafting: float = 0.005
+    node: float = 0.001
+    ragged: float = 0.01
+
+
+CPU_COSTS = DeclaredCosts(request=0.08, row=0.03, draft=0.06, depth=0.06)
+"""About those of the default model on one thread."""
+GPU_COSTS = DeclaredCosts(request=0.005, row=0.0042, draft=0.02, depth=0.04, drafting=0.002)
+"""About those of an 8B Llama in bf16 on an H200 (a chain of 5 takes 1.02, 1.15 and 1.57 times a
+plain step at batch sizes 1, 8 and 32)."""
+
+
+class StepCosts:
+    """The expected seconds of a step.
+
+    Args:
+        algorithms: A, how many can draft.
+        declared: what is assumed at first; by algorithm what differs from the first one's.
+        padded: whether the target's rows are padded to buckets, where there are recordings of them.
+        is_fixed: whether nothing is learned: what is declared stays, in its own unit.
+    """
+
+    def __init__(
+        self,
+        algorithms: int,
+        declared: DeclaredCosts | Sequence[DeclaredCosts],
+        *,
+        padded: bool,
+        is_fixed: bool = False,
+    ) -> None:
+        every = (
+            [declared] * max(1, algorithms)
+            if isinstance(declared, DeclaredCosts)
+            else list(declared)
+        )
+        first = every[0]
+        rising = first.row * (_KNOTS - _LOWER)
+        costs = [1.0, *rising[1:], first.request, first.context, first.ragged]
+        scales = [*(0.02 * np.minimum(_KNOTS - _LOWER, 64)), 0.02, 0.02, 0.05]
+        for each in every[:algorithms]:
+            costs += [each.draft, each.depth, each.drafting, each.node]
+            scales += [0.1, 0.1, 0.02, 0.01]
+        likeness = np.eye(len(costs))
+        spans = np.arange(1, len(_KNOTS))
+        likeness[1 : len(_KNOTS), 1 : len(_KNOTS)] = _LIKENESS ** abs(spans - spans[:, None])
+        self._filter = CostFilter(np.array(costs), np.array(scales), likeness)
+        self._is_fixed = is_fixed
+        self._padded = padded
+        self.algorithms = algorithms
+        self._rows_table = np.zeros((0, len(_KNOTS)))
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the costs are seconds, of steps that were seen."""
+        return self._filter.is_measured
+
+    def seconds(self, work: StepWork) -> float:
+        """Return the expected time of a step."""
+        return float(self._weights(work) @ self._filter.costs)
+
+    def doubt(self, work: StepWork) -> float:
+        """Return the standard deviation of ``seconds``, as a share."""
+        return self._filter.doubt(self._weights(work))
+
+    def observe(
+        self,
+        work: StepWork,
+        seconds: float,
+        draft_seconds: float | None = None,
+        *,
+        trusted: bool = False,
+    ) -> None:
+        """Learn how long a step took.
+
+        Args:
+            seconds: of the whole step.
+            draft_seconds: how many of them the drafting took; None: not known apart.
+            trusted: whether it is no outlier, however far from what is expected.
+        """
+        if self._is_fixed or not seconds > 0:
+            return
+        weights = self._weights(work)
+        if draft_seconds is None or not work.requests.any() or draft_seconds >= seconds:
+            self._filter.observe(weights, seconds, trusted=trusted)
+            return
+        of_draft = weights.copy()
+        of_draft[:_FIXED] = 0.0
+        self._filter.observe(weights - of_draft, seconds - draft_seconds, trusted=trusted)
+        if draft_seconds > 0:
+            self._filter.observe(of_draft, draft_seconds, trusted=trusted)
+
+    def curve(self, bs: int, context: float, most_rows: int) -> Array:
+        """Return the target's seconds by its rows, [most_rows + 1] float64; the first ``bs`` mean
+        nothing, as a step has a row for each request.
+
+        Args:
+            context: committed tokens of all requests.
+        """
+        table = self._row_weights(most_rows)
+        costs = self._filter.costs
+        k = len(_KNOTS)
+        fixed = costs[k] * (bs - 1) + costs[k + 1] * (context * 1e-3)
+        curve: Array = table[: most_rows + 1] @ costs[:k] + fixed
+        return curve
+
+    @property
+    def ragged(self) -> float:
+        """Seconds more of a step whose requests have differing numbers of nodes."""
+        return float(self._filter.costs[_FIXED - 1])
+
+    @property
+    def drafters(self) -> Array:
+        """[A, 4] float64, each algorithm's seconds: of drafting at all, of a depth, of a request,
+        of a node."""
+        return self._filter.costs[_FIXED:].reshape(self.algorithms, _OF_DRAFTER)
+
+    def padded_rows(self, rows: int) -> int:
+        """Return the rows that a pass of ``rows`` is padded to."""
+        if not self._padded or rows > MOST_ROWS:
+            return rows
+        return int(_KNOTS[np.searchsorted(_KNOTS, rows)])
+
+    def _weights(self, work: StepWork) -> Array:
+        weights = np.empty(_FIXED + _OF_DRAFTER * self.algorithms)
+        rows = self.padded_rows(round(work.rows))
+        k = len(_KNOTS)
+        weights[:k] = self._row_weights(rows)[rows]
+        weights[k] = work.bs - 1
+        weights[k + 1] = work.context * 1e-3
+        weights[k + 2] = work.ragged
+        of_drafters = weights[_FIXED:].reshape(self.algorithms, _OF_DRAFTER)
+        of_drafters[:, 0] = work.requests > 0
+        of_drafters[:, 1] = work.depths
+        of_drafters[:, 2] = work.requests
+        of_drafters[:, 3] = work.nodes
+        return weights
+
+    def _row_weights(self, most: int) -> Array:
+        """Return how much of each span between knots passes of 0 to ``most`` rows (and maybe more)
+        have, [rows, knots]."""
+        if most >= len(self._rows_table):
+            rows = np.arange(max(64, 2 * most + 1), dtype=np.float64)
+            if self._padded:
+                known = rows <= MOST_ROWS
+                rows[known] = _KNOTS[np.searchsorted(_KNOTS, rows[known])]
+            spans = (rows[:, None] - _LOWER) / (_KNOTS - _LOWER)
+            self._rows_table = np.clip(spans, 0.0, 1.0)
+            self._rows_table[:, 0] = 1.0
+            self._rows_table[:, -1] = np.maximum(0.0, spans[:, -1])
+        return self._rows_table
