@@ -17,23 +17,23 @@ Array = np.ndarray
 
 _GRID = np.arange(-6.0, 6.01, 0.25)
 """Shifts that survivals are tabulated for."""
-_MEMORIES = np.array([0.6, 0.97, 0.97])
+_MEMORIES = np.array([0.7, 0.98, 0.98])
 """What a step leaves of what was known before, of the two memories."""
-_PRIOR = np.array([0.5, 1.5, 1e9])
+_PRIOR = np.array([1.0, 3.0, 1e9])
 """How much the run's rates count beside a request's own nodes, in nodes at even odds."""
 _IDLE = np.array([0.96, 0.995, 0.995])
 """The same of a step in which an algorithm did not draft for the request."""
 _MOST_PULL = 4.0
 """The most that one draft tells, in nodes."""
-_SHARE = 0.08
+_SHARE = 0.01
 """Share of the trust in a memory that goes to the other one at each step."""
 _LEAST_WEIGHT = 0.06
 """The least that a node tells, in nodes: of one at even odds it is 0.25."""
 _FADING = 0.999
 """What a node leaves of the run's counts at its depth."""
-_FIRST = 0.6
+_FIRST = 0.7
 """The probability of acceptance that is assumed at first, at any depth."""
-_FIRST_NODES = 4.0
+_FIRST_NODES = 2.0
 """How many nodes that counts as."""
 _REFRESH = 8
 """Observations after which the tables are made anew; sooner at first."""
@@ -51,8 +51,8 @@ class Acceptance:
 
     def __init__(self, algorithms: int, depth: int) -> None:
         self.depth = depth
-        self._taken = np.full((algorithms, depth), _FIRST * _FIRST_NODES)
-        self._seen = np.full((algorithms, depth), _FIRST_NODES)
+        self._taken = np.zeros((algorithms, depth))
+        self._seen = np.zeros((algorithms, depth))
         self._pulls = np.zeros((0, algorithms, len(_PRIOR)))
         self._weights = np.zeros((0, algorithms, len(_PRIOR)))
         self._trust = np.zeros((0, algorithms, len(_PRIOR)))
@@ -167,9 +167,12 @@ class Acceptance:
 
     def _refresh(self) -> None:
         """Make the tables of every shift, from the run's rates; at a depth that was seldom reached
-        those of all depths count."""
-        all_rate = self._taken.sum(1, keepdims=True) / self._seen.sum(1, keepdims=True)
-        rates = (self._taken + _FIRST_NODES * all_rate) / (self._seen + _FIRST_NODES)
+        that of the one before it counts."""
+        rates = np.empty_like(self._seen)
+        rate = np.full(len(rates), _FIRST)
+        for depth in range(self.depth):
+            seen = self._seen[:, depth] + _FIRST_NODES
+            rates[:, depth] = rate = (self._taken[:, depth] + _FIRST_NODES * rate) / seen
         rates = np.clip(rates, 0.02, 0.98)
         odds = np.log(rates / (1 - rates))
         shifted = np.clip(odds[:, None, :] + _GRID[:, None], -5.0, 5.0)  # [A, cells, D]

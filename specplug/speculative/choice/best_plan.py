@@ -22,6 +22,9 @@ Array = np.ndarray
 
 _LEAST = np.array([0.0, 0.03, 0.08, 0.15, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95])
 """Survivals from which on nodes are taken, in the ways to choose that are compared."""
+_MARGIN = 1.015
+"""How much better drafts have to look than none: the best of many estimates is mostly one that is
+too good."""
 _MOST_SETS = 6
 """Sets of algorithms that are compared at most."""
 
@@ -81,6 +84,19 @@ def plain_plan(bs: int, costs: Costs) -> Plan:
     )
 
 
+def planned(who: Array, depths: Array, survival: Array, costs: Costs) -> Plan:
+    """Return the plan of who drafts how deep, with what it is expected to give and to take.
+
+    Args:
+        survival: as in ``best_plan``.
+    """
+    bs = len(who)
+    gains = np.concatenate([np.zeros((bs, 1)), survival[np.arange(bs), who].cumsum(1)], 1)
+    tokens = bs + gains[np.arange(bs), depths].sum()
+    seconds = _seconds(depths[:, None], who, list(range(survival.shape[1])), costs)
+    return Plan(who=who, depths=depths, tokens=float(tokens), seconds=float(seconds[0]))
+
+
 def best_plan(survival: Array, costs: Costs, rate: float) -> Plan:
     """Return the plan with the most tokens a second; of none, if nothing is better.
 
@@ -94,7 +110,7 @@ def best_plan(survival: Array, costs: Costs, rate: float) -> Plan:
     bs = len(survival)
     plain = plain_plan(bs, costs)
     found = _for_one(survival[0], costs) if bs == 1 else _for_many(survival, costs, rate)
-    return found if found is not None and found.rate > plain.rate else plain
+    return found if found is not None and found.rate > _MARGIN * plain.rate else plain
 
 
 def _for_one(survival: Array, costs: Costs) -> Plan | None:
@@ -200,7 +216,7 @@ def _seconds(deep: Array, who: Array, allowed: list[int], costs: Costs) -> Array
     bs, plans = deep.shape
     seconds, nodes = np.zeros(plans), np.zeros(plans)
     for a in allowed:
-        mine = deep if len(allowed) == 1 else deep[who == a]
+        mine = deep if len(allowed) == 1 and len(costs.drafters) == 1 else deep[who == a]
         if not len(mine):
             continue
         drafter, most = costs.drafters[a], mine.max(0)

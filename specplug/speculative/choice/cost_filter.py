@@ -9,10 +9,12 @@ Array = np.ndarray
 
 _NOISE = 0.08
 """How far a step's time is from its expectation at first, as a share of it."""
+_TRUSTED_NOISE = 0.015
+"""The same of one that is no outlier."""
 _LEAST_NOISE, _MOST_NOISE = 0.03, 0.3
 _DRIFT = 0.012
 """Share by which the whole machine may change in a step."""
-_OWN_DRIFT = 0.004
+_OWN_DRIFT = 0.002
 """Share by which one cost may change beside the others in a step."""
 _CLIP = 2.0
 """Standard deviations from which on a step counts as an outlier, and tells no more."""
@@ -81,7 +83,8 @@ class CostFilter:
         self._spread += (_DRIFT**2) * np.outer(costs, costs)
         self._spread += _OWN_DRIFT**2 * self._alike()
         towards = self._spread @ weights
-        variance = float(weights @ towards) + (self._noise * expected) ** 2
+        noise = _TRUSTED_NOISE if trusted else self._noise
+        variance = float(weights @ towards) + (noise * expected) ** 2
         missed = seconds - expected
         if not trusted:
             most = _CLIP * variance**0.5

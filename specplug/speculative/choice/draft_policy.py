@@ -91,6 +91,8 @@ class DraftPolicy:
         self._trials.earn(plan)
         if plan.depths.any() and self._trials.tries_plain(plan, costs, self._plain_doubt(bs)):
             return plain_plan(bs, costs)
+        if not self._trials.is_due(bs):
+            return plan
         ages = self._step - self._heard[rows]
         hopeful = self.acceptance.hopeful(rows, hope(ages)) * able
         return self._trials.mended(plan, survival, hopeful[:, :, :depth], ages, costs)

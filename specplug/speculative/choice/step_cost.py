@@ -22,7 +22,7 @@ _KNOTS = np.array([*row_buckets(MOST_ROWS), 768, 1024, 1536, 2048, 4096], dtype=
 _LOWER = np.concatenate([[0.0], _KNOTS[:-1]])
 _OF_DRAFTER = 4  # any, depth, requests, nodes
 _FIXED = len(_KNOTS) + 3  # and each request, context, raggedness
-_LIKENESS = 0.9
+_LIKENESS = 0.8
 """How much a row costs alike in two neighbouring spans of the curve."""
 
 
@@ -108,7 +108,7 @@ class StepCosts:
         first = every[0]
         rising = first.row * (_KNOTS - _LOWER)
         costs = [1.0, *rising[1:], first.request, first.context, first.ragged]
-        scales = [*(0.02 * np.minimum(_KNOTS - _LOWER, 64)), 0.02, 0.02, 0.05]
+        scales = [*(0.15 * np.minimum(_KNOTS - _LOWER, 64) ** 0.5), 0.02, 0.02, 0.05]
         for each in every[:algorithms]:
             costs += [each.draft, each.depth, each.drafting, each.node]
             scales += [0.1, 0.1, 0.02, 0.01]
