@@ -1,10 +1,10 @@
 """How deep each algorithm's draft for each request is likely to be accepted.
 
 The run's rates say, for each algorithm and depth, how often a node was accepted whose parent was.
-A request has a shift of its own to their log-odds, one for each algorithm, kept twice: with a short
-memory and with a long one. Which of the two counts more is learnt too, from how well each foresaw
-what the target took; so a change in a text is followed within a few steps, and a text that does
-not change is known well.
+A request has a shift of its own to their log-odds, one for each algorithm, kept three times: with a
+short memory, with a long one, and at 0, which is the run's rate. Which of them counts most is
+learnt too, from how well each foresaw what the target took; so a change in a text is followed
+within a few steps, and a text that does not change is known well.
 """
 
 from __future__ import annotations
@@ -14,19 +14,21 @@ from collections.abc import Sequence
 import numpy as np
 
 Array = np.ndarray
+Several = Sequence[int] | Array
 
 _GRID = np.arange(-6.0, 6.01, 0.25)
 """Shifts that survivals are tabulated for."""
-_MEMORIES = np.array([0.7, 0.98, 0.98])
-"""What a step leaves of what was known before, of the two memories."""
-_PRIOR = np.array([1.0, 3.0, 1e9])
-"""How much the run's rates count beside a request's own nodes, in nodes at even odds."""
-_IDLE = np.array([0.96, 0.995, 0.995])
+_MEMORIES = np.array([0.85, 0.98, 0.98])
+"""What a draft leaves of what was known before, of each memory."""
+_PRIOR = np.array([0.3, 3.0, 1e9])
+"""How much the run's rates count beside a request's own nodes, as the variance of a node: one at
+even odds has 0.25. The last one's is so great that its shift stays at 0."""
+_IDLE = np.array([0.97, 0.995, 0.995])
 """The same of a step in which an algorithm did not draft for the request."""
 _MOST_PULL = 4.0
 """The most that one draft tells, in nodes."""
-_SHARE = 0.01
-"""Share of the trust in a memory that goes to the other one at each step."""
+_SHARE = 0.02
+"""Share of the trust in the memories that is shared out anew at each draft."""
 _LEAST_WEIGHT = 0.06
 """The least that a node tells, in nodes: of one at even odds it is 0.25."""
 _FADING = 0.999
@@ -66,13 +68,11 @@ class Acceptance:
         """Begin a new request in a row."""
         if row >= len(self._cells):
             more = max(16, row + 1, 2 * len(self._cells)) - len(self._cells)
-            algorithms = self._cells.shape[1]
-            self._pulls = np.concatenate([self._pulls, np.zeros((more, algorithms, len(_PRIOR)))])
-            self._weights = np.concatenate([self._weights, np.zeros((more, algorithms, len(_PRIOR)))])
-            self._trust = np.concatenate([self._trust, np.full((more, algorithms, len(_PRIOR)), 1 / len(_PRIOR))])
-            self._cells = np.concatenate(
-                [self._cells, np.full((more, algorithms), len(_GRID) // 2)]
-            )
+            new = np.zeros((more, *self._pulls.shape[1:]))
+            self._pulls = np.concatenate([self._pulls, new])
+            self._weights = np.concatenate([self._weights, new])
+            self._trust = np.concatenate([self._trust, new])
+            self._cells = np.concatenate([self._cells, new[:, :, 0].astype(np.int64)])
         self._pulls[row] = self._weights[row] = 0.0
         self._trust[row] = 1 / len(_PRIOR)
         self._cells[row] = len(_GRID) // 2
@@ -102,9 +102,7 @@ class Acceptance:
         found: Array = self._survival[self._order, cells]
         return found
 
-    def observe(
-        self, rows: Sequence[int], who: Sequence[int], asked: Sequence[int], taken: Sequence[int]
-    ) -> None:
+    def observe(self, rows: Several, who: Several, asked: Several, taken: Several) -> None:
         """Learn what was accepted of drafts.
 
         Args:

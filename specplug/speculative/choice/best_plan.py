@@ -142,14 +142,14 @@ def _for_one(survival: Array, costs: Costs) -> Plan | None:
 
 def _for_many(survival: Array, costs: Costs, rate: float) -> Plan | None:
     """Return the best plan that drafts for some of several requests."""
-    bs, algorithms, deepest = survival.shape
+    bs, _, deepest = survival.shape
     gains = survival.cumsum(2)
     price = _prices(costs, bs, deepest, rate)
     depths = np.arange(1, deepest + 1)
     # What a request's best depth brings beyond its cost, by algorithm.
     worth = (gains - price[:, None] * depths).max(2) - rate * costs.drafters[:, 2]
     best: Plan | None = None
-    for allowed in _sets(algorithms, survival[:, :, 0].any(0)):
+    for allowed in _sets(np.flatnonzero((survival[:, :, 0] > 0).any(0)).tolist()):
         if len(allowed) == 1:
             who = np.full(bs, allowed[0])
         else:
@@ -163,15 +163,14 @@ def _for_many(survival: Array, costs: Costs, rate: float) -> Plan | None:
 
 def _prices(costs: Costs, bs: int, deepest: int, rate: float) -> Array:
     """Return the tokens that a node of each algorithm must give to pay for itself, [A]."""
-    rows = bs * min(deepest, 4)
+    rows = min(bs * min(deepest, 4), len(costs.curve) - 1 - bs)
     row = (costs.curve[bs + rows] - costs.curve[bs]) / rows
     price: Array = rate * (row + costs.drafters[:, 3]) * costs.filled
     return price
 
 
-def _sets(algorithms: int, able: Array) -> Iterator[list[int]]:
+def _sets(those: list[int]) -> Iterator[list[int]]:
     """Yield the sets of algorithms to compare: all, then those with one less, …"""
-    those = [a for a in range(algorithms) if able[a]]
     given = 0
     for size in range(len(those), 0, -1):
         for each in combinations(those, size):

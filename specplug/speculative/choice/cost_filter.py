@@ -3,6 +3,8 @@ changes."""
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 Array = np.ndarray
@@ -97,7 +99,8 @@ class CostFilter:
 
     def doubt(self, weights: Array) -> float:
         """Return the standard deviation of the expected sum of ``weights`` [p], as a share."""
-        return float(weights @ self._spread @ weights) ** 0.5 / float(weights @ self.costs)
+        variance = float(weights @ self._spread @ weights)
+        return math.sqrt(max(0.0, variance)) / float(weights @ self.costs)
 
     def _scale(self, factor: float) -> None:
         """Take the first time as the unit of all costs."""

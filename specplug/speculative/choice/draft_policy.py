@@ -100,8 +100,7 @@ class DraftPolicy:
     def observe(self, outcome: StepOutcome) -> None:
         """Learn from a step: what was accepted, and what it took."""
         who, asked, nodes = (
-            np.asarray(each, dtype=np.int64)
-            for each in (outcome.who, outcome.asked, outcome.nodes)
+            np.asarray(each, dtype=np.int64) for each in (outcome.who, outcome.asked, outcome.nodes)
         )
         rows = np.array([self._row(each) for each in outcome.request_ids], dtype=np.int64)
         self.acceptance.fade(rows)
@@ -123,13 +122,10 @@ class DraftPolicy:
         if outcome.seconds is None:
             return
         who, asked, nodes = (
-            np.asarray(each, dtype=np.int64)
-            for each in (outcome.who, outcome.asked, outcome.nodes)
+            np.asarray(each, dtype=np.int64) for each in (outcome.who, outcome.asked, outcome.nodes)
         )
         work = self._work(who, asked, nodes, outcome.context)
-        self.costs.observe(
-            work, outcome.seconds, outcome.draft_seconds, trusted=trusted
-        )
+        self.costs.observe(work, outcome.seconds, outcome.draft_seconds, trusted=trusted)
 
     def _learn_filled(self, who: Array, asked: Array, nodes: Array) -> None:
         """Learn how much of what algorithms are asked for they draft."""

@@ -1,0 +1,106 @@
+"""The policy on simulated machines whose best fixed setting is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from draft_simulator import Machine, best_fixed, plain, simulate
+
+DRAFTERS = ((1e-3, 8e-4, 0.0, 1e-5), (1e-3, 8e-4, 0.0, 1e-5))
+DEPTH = 12
+
+CURVES: dict[str, tuple[Callable[[float], float], bool]] = {
+    "flat": (lambda rows: 0.01 * (1 + 0.002 * rows), False),
+    "linear": (lambda rows: 0.01 * (0.7 + 0.05 * rows), False),
+    "stepped": (lambda rows: 0.01 * (1 + 0.25 * np.ceil(rows / 16)), True),
+}
+
+
+def machine(curve: str, **more: Callable[[int], float]) -> Machine:
+    target, padded = CURVES[curve]
+    return Machine(target=target, padded=padded, request=2e-4, drafters=DRAFTERS, **more)
+
+
+def alike(bs: int, rate: float) -> np.ndarray:
+    """Return rates [bs, 2] of which the second algorithm's are lower."""
+    return np.repeat([[rate, 0.8 * rate]], bs, 0)
+
+
+@pytest.mark.parametrize("bs", [1, 4, 16, 64])
+@pytest.mark.parametrize("curve", CURVES)
+def test_rate_is_near_the_best_fixed_one(curve: str, bs: int) -> None:
+    shares = []
+    for rate in (0.1, 0.5, 0.9):
+        best, _, _ = best_fixed(machine(curve), lambda step, r=rate: alike(bs, r), 1, DEPTH)
+        run = simulate(machine(curve), lambda step, r=rate: alike(bs, r), 300, depth=DEPTH, seed=1)
+        shares.append(run.rate(50) / best)
+    assert min(shares) > LEAST[curve], shares
+
+
+LEAST = {"flat": 0.94, "linear": 0.94, "stepped": 0.93}
+"""Over 50 to 300 steps, in which most of what trials cost at the start is still to be seen."""
+
+
+@pytest.mark.parametrize("bs", [1, 16, 64])
+@pytest.mark.parametrize("curve", CURVES)
+def test_noise_costs_little_beside_none(curve: str, bs: int) -> None:
+    run = simulate(machine(curve), lambda step: alike(bs, 0.02), 1000, depth=DEPTH)
+    assert run.rate(100) > 0.98 * plain(machine(curve), bs, 1)
+
+
+@pytest.mark.parametrize("bs", [4, 16, 64])
+@pytest.mark.parametrize("curve", ["flat", "stepped"])
+def test_mixed_batch_beats_every_single_one(curve: str, bs: int) -> None:
+    rates = np.where(np.arange(bs)[:, None] % 2 == 0, [[0.9, 0.2]], [[0.2, 0.9]])
+    best, _, _ = best_fixed(machine(curve), lambda step: rates, 1, DEPTH)
+    run = simulate(machine(curve), lambda step: rates, 400, depth=DEPTH, seed=1)
+    assert run.rate() > 1.1 * best
+
+
+def test_change_within_a_request_is_followed() -> None:
+    phases = 0.5, 0.95, 0.02
+    run = simulate(
+        machine("flat"),
+        lambda step: alike(1, phases[step // 100 % 3]),
+        600,
+        depth=DEPTH,
+        full_information=(0, 1),
+        seed=2,
+    )
+    depths = np.array([each[0] for each in run.depths])
+    assert depths[408:500].min() >= 8  # copied text, from its eighth step on
+    noise = depths[512:600]
+    assert np.mean(noise) < 0.25 * np.mean(depths[408:500])
+
+
+@pytest.mark.parametrize("slower", [2.0, 0.5])
+def test_machine_that_changes_is_followed_in_50_steps(slower: float) -> None:
+    changed = machine("linear", slowness=lambda step: 1.0 if step < 200 else slower)
+    times: list[float] = []
+    simulate(
+        changed,
+        lambda step: alike(4, 0.7),
+        260,
+        depth=DEPTH,
+        watch=lambda policy: times.append(policy.costs.curve(4, 0, 20)[4]),
+    )
+    assert times[249] == pytest.approx(slower * times[199], rel=0.1)
+
+
+def test_fixed_costs_repeat_the_same_plans() -> None:
+    runs = [
+        simulate(
+            machine("linear"),
+            lambda step: alike(4, 0.7),
+            100,
+            depth=DEPTH,
+            noise=noise,
+            fixed=True,
+        )
+        for noise in (0.0, 0.0)
+    ]
+    assert all(
+        (one == other).all() for one, other in zip(runs[0].depths, runs[1].depths, strict=True)
+    )

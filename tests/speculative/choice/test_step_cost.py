@@ -1,0 +1,70 @@
+"""What steps cost: learned from their times, robust to outliers, padded to buckets."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from specplug.speculative.choice.step_cost import CPU_COSTS, StepCosts, StepWork
+
+
+def work(rows: int, bs: int = 1, depth: int = 0) -> StepWork:
+    drafting = int(depth > 0)
+    return StepWork(
+        bs=bs,
+        rows=rows,
+        context=0.0,
+        ragged=False,
+        depths=np.array([depth]),
+        requests=np.array([drafting * bs]),
+        nodes=np.array([depth * bs]),
+    )
+
+
+def test_costs_are_seconds_after_the_first_step() -> None:
+    costs = StepCosts(1, CPU_COSTS, padded=False)
+    assert not costs.is_measured
+    costs.observe(work(1), 0.004)
+    assert costs.is_measured
+    assert costs.seconds(work(1)) == pytest.approx(0.004)
+
+
+def test_curve_of_any_shape_is_learned() -> None:
+    costs = StepCosts(1, CPU_COSTS, padded=False)
+    for _ in range(30):
+        for rows in (1, 2, 4, 8, 16, 32):
+            costs.observe(work(rows), 0.001 * rows**0.5)
+    assert costs.curve(1, 0, 32)[[1, 4, 16, 32]] == pytest.approx(
+        [0.001, 0.002, 0.004, 0.001 * 32**0.5], rel=0.05
+    )
+
+
+def test_padding_makes_nodes_free() -> None:
+    curve = StepCosts(1, CPU_COSTS, padded=True).curve(1, 0, 64)
+    assert curve[17] == curve[32] < curve[33]
+
+
+def test_single_outlier_moves_costs_little() -> None:
+    costs = StepCosts(1, CPU_COSTS, padded=False)
+    for _ in range(100):
+        costs.observe(work(1), 0.004)
+    costs.observe(work(1), 0.4)
+    assert costs.seconds(work(1)) == pytest.approx(0.004, rel=0.1)
+
+
+def test_drafting_is_learned_apart() -> None:
+    costs = StepCosts(1, CPU_COSTS, padded=False)
+    for _ in range(60):
+        for depth in (0, 2, 6):
+            draft = 0.001 + 0.0005 * depth if depth else None
+            costs.observe(work(1 + depth, depth=depth), 0.004 + (draft or 0.0), draft)
+    assert costs.seconds(work(7, depth=6)) - costs.curve(1, 0, 7)[7] == pytest.approx(
+        0.004, rel=0.05
+    )
+
+
+def test_fixed_costs_stay_as_declared() -> None:
+    costs = StepCosts(1, CPU_COSTS, padded=False, is_fixed=True)
+    before = costs.seconds(work(1))
+    costs.observe(work(1), 9.0)
+    assert costs.seconds(work(1)) == before
