@@ -35,7 +35,7 @@ from specplug.speculative.host_relay import IN_FLIGHT, HostRelay
 from specplug.speculative.lent_runtime import LentRuntime
 from specplug.speculative.parts_future_map import PartsFutureMap
 from specplug.speculative.plugin_guard import PluginGuard
-from specplug.speculative.trainer import Trainer
+from specplug.speculative.trainer import DraftFiles, Trainer, TrainingBatch, TrainingLoss
 from specplug.speculative.verify import CommittedOutput, TargetOutput, VerifyOutput, verify_tree
 
 if TYPE_CHECKING:
@@ -173,6 +173,23 @@ class HookCalls:
             )
         expected = "a specplug.Trainer, or None"
         return check_type(self._plugins, hook, found, Trainer, expected)  # type: ignore[type-abstract]
+
+    def trainer_loss(self, trainer: Trainer, batch: TrainingBatch) -> TrainingLoss:
+        """Return a trainer's loss of a batch."""
+        method = f"{type(trainer).__name__}.loss"
+        found = self._plugins.guard(method, trainer.loss, batch)
+        return check_type(self._plugins, method, found, TrainingLoss, "a specplug.TrainingLoss")
+
+    def trainer_files(self, trainer: Trainer) -> DraftFiles:
+        """Return what a trainer publishes."""
+        method = f"{type(trainer).__name__}.export"
+        found = self._plugins.guard(method, trainer.export)
+        return check_type(self._plugins, method, found, DraftFiles, "a specplug.DraftFiles")
+
+    def orthogonal(self, trainer: Trainer) -> Sequence[Any]:
+        """Return what a trainer says that Muon steps."""
+        method = f"{type(trainer).__name__}.orthogonal"
+        return tuple(self._plugins.guard(method, trainer.orthogonal) or ())
 
     # In a step
 

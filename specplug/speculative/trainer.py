@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specplug.algorithm import SpecConfig
+from specplug.speculative.cross_entropy import cross_entropy
 from specplug.speculative.layers import Attend
 
 Value = TypeVar("Value", int, float, str)
@@ -61,8 +62,12 @@ class TrainingBatch:
         Returns:
             A scalar whose mean over the processes is that mean; 0 where nothing counts.
         """
-        counted = counted.to(values.dtype)
-        return (values * counted).sum() / self._total(counted.sum()).clamp(min=1e-6)
+        return (values * self.weights(counted).to(values.dtype)).sum()
+
+    def weights(self, counted: Tensor) -> Tensor:
+        """Return what each value weighs in ``mean``, float32 of the shape of ``counted``."""
+        counted = counted.float()
+        return counted / self._total(counted.sum()).clamp(min=1e-6)
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -272,13 +277,11 @@ class FeatureTrainer(Trainer):
             here = slice(first + 1 + step, length + 1 + step, every)
             positions = (at + step).clamp(max=self.runtime.context_len - 1).repeat(rows)
             hidden = self.forward(tokens[:, here].flatten(), hidden, positions, attend)
-            logits = self.logits(hidden).float().view(rows, len(at), -1)
-            of_goal, wanted = logits.gather(-1, places[:, here]), shares[:, here]
-            each = logits.logsumexp(-1) - (wanted * of_goal).sum(-1)
-            total = total + STEP_WEIGHT**step * batch.mean(each, counted[:, here])
-            with torch.no_grad():
-                right = (of_goal[..., 0] >= logits.amax(-1)).float()
-                found.append(batch.mean(right, counted[:, here]))
+            weights = batch.weights(counted[:, here]).flatten()
+            goal = places[:, here].flatten(0, 1), shares[:, here].flatten(0, 1)
+            loss, right = cross_entropy(self.logits(hidden), *goal, weights)
+            total = total + STEP_WEIGHT**step * loss
+            found.append((weights * right).sum())
         return TrainingLoss(loss=total, metrics={"top-1": torch.stack(found)})
 
     @torch.no_grad()

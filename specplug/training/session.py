@@ -70,13 +70,14 @@ MUON_RATE = 5
 class _Loss(nn.Module):
     """A trainer's loss as a module's forward, so that FSDP gathers the network once a step."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, hooks: HookCalls) -> None:
         super().__init__()
         self.network = trainer.network
-        self._trainer = [trainer]  # a module would list its parameters
+        self._of = hooks, trainer  # not an attribute by itself: its parameters would be listed
 
     def forward(self, batch: TrainingBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        found = self._trainer[0].loss(batch)
+        hooks, trainer = self._of
+        found = hooks.trainer_loss(trainer, batch)
         return found.loss, dict(found.metrics)
 
 
@@ -146,8 +147,9 @@ class TrainingSession:
         self._runtime = FrozenRuntime(
             target, self._config(self._selected.info), rows, settings.options, tokenizer
         )
-        hooks = HookCalls(build_plugin_manager(self._selected, (), CoreDefaults()), self._selected)
-        self.trainer = hooks.create_trainer(self._runtime)
+        manager = build_plugin_manager(self._selected, (), CoreDefaults())
+        self._hooks = HookCalls(manager, self._selected)
+        self.trainer = self._hooks.create_trainer(self._runtime)
         self._runtime.check_options()
         self._rows = rows
         times = 1 if self.ranks.is_on_cpu else GPU_ROWS
@@ -158,7 +160,7 @@ class TrainingSession:
                 "processes"
             )
         self._halves = uses_halves(settings.precision, self.ranks.device)
-        self._module = _Loss(self.trainer)
+        self._module = _Loss(self.trainer, self._hooks)
         self.ranks.shard(self._module)
         self._optimizers = self._make_optimizers()
         self.history: list[dict[str, Any]] = []
@@ -289,7 +291,7 @@ class TrainingSession:
         """
         network = {id(parameter) for parameter in self.trainer.network.parameters()}
         found = {}
-        for each in self.trainer.orthogonal() or ():
+        for each in self._hooks.orthogonal(self.trainer):
             if id(each) not in network or each.ndim != 2:
                 shape = tuple(each.shape) if isinstance(each, torch.Tensor) else shown(each)
                 raise PluginError(
@@ -410,7 +412,7 @@ class TrainingSession:
     def export(self) -> None:
         """Write the network as it is published, in the target's dtype on disk or bfloat16, and the
         curves. All ranks call it."""
-        files = self.trainer.export()
+        files = self._hooks.trainer_files(self.trainer)
         tensors = {name: whole(tensor) for name, tensor in files.tensors.items()}
         if self.ranks.is_first:
             write_draft(self.settings.out, attrs.evolve(files, tensors=tensors))

@@ -24,6 +24,7 @@ from specplug.algorithm import find_model
 from specplug.training.saved_state import read_tensors, write_tensors
 from specplug.training.session import TrainingSession, learning_rate
 from specplug.training.settings import TrainingSettings
+from specplug_eagle3.trainer import Eagle3Trainer
 
 STEPS = 6
 RESUMED = ["EAGLE3", "PEAGLE", "STANDALONE", "DFLASH", "DSPARK"]
@@ -302,6 +303,29 @@ def test_orthogonal_that_is_no_matrix_names_the_plugin(
     told = rf"EAGLE3 .*: orthogonal\(\) of its trainer returned {shown}; expected parameters of its"
     with pytest.raises(PluginError, match=told):
         TrainingSession(settings(target, data, tmp_path), Recorded())
+
+
+@pytest.mark.parametrize("method", ["loss", "export", "orthogonal"])
+def test_trainer_that_raises_is_named(
+    method: str, target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> None:
+        raise IndexError("out of range")
+
+    monkeypatch.setattr(Eagle3Trainer, method, failing)
+    told = rf"EAGLE3 .*: Eagle3Trainer\.{method}\(\) raised IndexError: out of range.*; expected it"
+    with pytest.raises(PluginError, match=told):
+        trained(settings(target, data, tmp_path))
+
+
+@pytest.mark.parametrize("method", ["loss", "export"])
+def test_trainer_that_returns_nothing_is_named(
+    method: str, target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Eagle3Trainer, method, lambda *_: None)
+    told = rf"Eagle3Trainer\.{method}\(\) returned None; expected a specplug\."
+    with pytest.raises(PluginError, match=told):
+        trained(settings(target, data, tmp_path))
 
 
 def test_orthogonal_of_a_matrix_twice_steps_it_once(
