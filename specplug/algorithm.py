@@ -6,6 +6,7 @@ what the user typed into a ``SpecConfig`` and hands that to ``validate_config``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,8 @@ class AlgorithmInfo:
 
     Attributes:
         name: what users type, upper case; equal to the entry point's name. Names joined by "+" are
-            the core's, for one algorithm that proposes and others that grow its drafts.
+            the core's, for one algorithm that proposes and others that grow its drafts, and names
+            with commas between them, for several of which each request takes one's drafts.
         summary: one line.
         api_version: the ``API_VERSION`` that the plugin was written for, as a literal.
         capabilities: what it supports.
@@ -175,7 +177,7 @@ class AlgorithmInfo:
         conformance: what the conformance kit is told of it.
     """
 
-    name: str = attrs.field(validator=validators.matches_re(_NAME + rf"(\+{_NAME})*"))
+    name: str = attrs.field(validator=validators.matches_re(_NAME + rf"([+,]{_NAME})*"))
     summary: str = attrs.field(validator=validators.instance_of(str))
     api_version: int
     capabilities: Capabilities = attrs.field(
@@ -201,7 +203,7 @@ class AlgorithmInfo:
     def _declared(self, attribute: attrs.Attribute[Any], value: type[Any] | None) -> None:
         if value is None:
             return
-        prefixes = tuple(f"{name.lower()}_" for name in self.name.split("+"))
+        prefixes = tuple(f"{name.lower()}_" for name in re.split("[+,]", self.name))
         declared = settings_of(value)
         for field in attrs.fields(value):
             if field.name not in declared or not field.name.startswith(prefixes):
@@ -209,6 +211,11 @@ class AlgorithmInfo:
                     f"settings: {value.__name__}.{field.name}: expected a "
                     f"specplug.settings.setting whose name begins with {' or '.join(prefixes)}"
                 )
+
+    @property
+    def is_several(self) -> bool:
+        """Whether it is several algorithms (``A,B``), each with settings of its own."""
+        return "," in self.name
 
     @property
     def setting_names(self) -> tuple[str, ...]:
@@ -232,6 +239,7 @@ class SpecConfig:
             cached page is shared only where these are equal too. None: 1 for a draft model with a
             KV cache, since ``build_draft_input`` gives the token after each position; else 0.
         draft_model_path: folder of the draft weights, or None.
+        model_name: the target's name or folder as the user gave it, or None.
         target_config: the target's ``config.json`` as a mapping (``hidden_size``, …).
         settings: the algorithm's own settings, of the class that ``AlgorithmInfo.settings`` names;
             None if it names none.
@@ -247,6 +255,7 @@ class SpecConfig:
         default=None, validator=validators.optional(_within(0, MAX_NUM_STEPS))
     )
     draft_model_path: Path | None = None
+    model_name: str | None = None
     target_config: Mapping[str, Any] = attrs.field(factory=dict)
     settings: Any = None
     adjustments: tuple[str, ...] = ()
@@ -350,6 +359,11 @@ class SpecConfig:
         ):
             if value is not None:
                 check_integer(option, value)
+                if info.is_several:
+                    raise UsageError(
+                        f"{option}={value}: {info.name} are several algorithms; expected it by "
+                        "name, as in A,B:steps=5,topk=4,tokens=16"
+                    )
         steps = info.defaults.num_steps if num_steps is None else num_steps
         branches = info.defaults.topk if topk is None else topk
         if branches > 1 and not info.capabilities.branching:
@@ -364,6 +378,7 @@ class SpecConfig:
             num_draft_tokens=_num_draft_tokens(info, num_steps, topk, num_draft_tokens, steps),
             draft_lookahead=info.draft_lookahead,
             draft_model_path=_draft_model_path(info, draft_model_path, model_name),
+            model_name=model_name,
             target_config=dict(target_config or {}),
             settings=_own_settings(info, settings or {}),
         )
@@ -427,6 +442,8 @@ def _draft_model_path(
         return None
     if typed is not None:
         return Path(typed)
+    if info.is_several:
+        return None  # each has its own
     name = None if model_name is None else shipped_name(model_name)
     if name is not None and name in info.weights:
         return Path(info.weights[name])

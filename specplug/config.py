@@ -85,6 +85,11 @@ class _Extensions:
             )
 
 
+def _algorithm(value: Any) -> Any:
+    """A list as a tuple, which has a hash."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 def _stripped(value: Any) -> Any:
     return value.strip() if isinstance(value, str) else value
 
@@ -145,10 +150,15 @@ class EngineConfig:
         "NONE",
         Anything(),
         "An installed algorithm (specplug list). Of several, as EAGLE3+NGRAM, the first proposes "
-        "and the others add to its drafts. In Python a plugin object, too.",
+        "and the others add to its drafts; of several, as NGRAM,EAGLE3, each drafts for some "
+        "requests: settings by name, NGRAM,EAGLE3:steps=5,draft=FOLDER. In Python a list and a "
+        "plugin object, too.",
         group="Speculation",
-        option_help="An installed algorithm (specplug list), or several: EAGLE3+NGRAM.",
+        option_help="An installed algorithm (specplug list), several that draft together: "
+        "EAGLE3+NGRAM, or several of which each drafts for some requests: "
+        "NGRAM,EAGLE3:steps=5,draft=FOLDER.",
         metavar="NAME",
+        converter=_algorithm,
     )
     speculative_draft_model_path: str | Path | None = setting(
         None,

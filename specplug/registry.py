@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -18,6 +18,7 @@ import pluggy
 
 from specplug import hookspecs
 from specplug.algorithm import AlgorithmInfo
+from specplug.algorithm_names import read_settings, split_names
 from specplug.contract import (
     PluginWarning,
     Problem,
@@ -179,7 +180,9 @@ class Registry:
 
         Args:
             algorithm: a name, in upper or lower case; several joined by "+", of which the first
-                proposes and the others grow its drafts; or a plugin object that is not installed.
+                proposes and the others grow its drafts; several with commas between them, or a
+                sequence, of which each drafts for some requests; or a plugin object that is not
+                installed.
 
         Raises:
             UnknownAlgorithm: none of that name is installed.
@@ -188,10 +191,12 @@ class Registry:
         """
         if isinstance(algorithm, SelectedAlgorithm):
             return algorithm
+        if isinstance(algorithm, list | tuple) or (isinstance(algorithm, str) and "," in algorithm):
+            return self._select_several([algorithm] if isinstance(algorithm, str) else algorithm)
         if not isinstance(algorithm, str):
             return _select_object(algorithm)
         if "+" in algorithm:
-            return _join([self.select(name) for name in algorithm.split("+")])
+            return _join("joint_algorithm", [self.select(name) for name in algorithm.split("+")])
         entry = self._find(algorithm)[0]
         if entry.disabled:
             raise PluginError(
@@ -205,6 +210,26 @@ class Registry:
             raise _plugin_error(examined.entry.problems)
         _warn_if_outdated(examined.info, entry.subject)
         return SelectedAlgorithm(entry.name, examined.plugin, examined.info, examined.entry)
+
+    def _select_several(self, given: Sequence[object]) -> SelectedAlgorithm:
+        """Select the core's own algorithm that lets each of several draft for some requests."""
+        parts: list[SelectedAlgorithm] = []
+        settings: list[Mapping[str, Any]] = []
+        for each in given:
+            if not isinstance(each, str):
+                parts.append(self.select(each))
+                settings.append({})
+                continue
+            for name, own in split_names(each):
+                parts.append(self.select(name))
+                settings.append(read_settings(parts[-1].name, own))
+        if not parts:
+            raise UsageError(
+                f"speculative_algorithm={shown(given)}: expected names of algorithms, as in A,B"
+            )
+        if len(parts) == 1 and not settings[0]:
+            return parts[0]
+        return _join("several_algorithms", parts, settings)
 
     def host(self, name: str) -> HostPlugin:
         """Import the host that users call ``name``.
@@ -396,12 +421,16 @@ def _origin(plugin: object) -> dict[str, Any]:
     return {"value": place, "distribution": "a plugin object", "version": "", "examined": True}
 
 
-def _join(parts: Sequence[SelectedAlgorithm]) -> SelectedAlgorithm:
+_HOLDERS = {"joint_algorithm": "JointAlgorithm", "several_algorithms": "SeveralAlgorithms"}
+"""The core's own algorithms that hold others, by their modules."""
+
+
+def _join(module: str, *parts: Sequence[Any]) -> SelectedAlgorithm:
     """Select the core's own algorithm that holds others."""
     from specplug import __version__
 
-    place = "specplug.speculative.joint_algorithm", "JointAlgorithm"
-    plugin = getattr(import_module(place[0]), place[1])(parts)
+    place = f"specplug.speculative.{module}", _HOLDERS[module]
+    plugin = getattr(import_module(place[0]), place[1])(*parts)
     info: AlgorithmInfo = plugin.describe()
     entry = AlgorithmEntry(
         name=info.name,

@@ -30,7 +30,7 @@ LAYERS = (
     {"speculative"},
     {"kernels"},
     {"registry", "sources"},
-    {"entries"},
+    {"entries", "algorithm_names"},
     {"contract"},
     {"hookspecs"},
     {"host"},

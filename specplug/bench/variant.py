@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 
-from specplug.contract import nearest
+from specplug.algorithm_names import SETTINGS, read_settings, split_names
 from specplug.errors import UsageError
 
 BASELINE = "NONE"
 EVERY = "all"
-SETTINGS = {
-    "steps": "speculative_num_steps",
-    "topk": "speculative_eagle_topk",
-    "tokens": "speculative_num_draft_tokens",
-    "draft": "speculative_draft_model_path",
-}
-"""The argument of ``LLM`` for each setting in ``NAME:setting=value``."""
 
 
 @attrs.frozen
@@ -67,7 +59,7 @@ def parse_variants(texts: Sequence[str], installed: Sequence[str]) -> list[Varia
         UsageError: a setting or its value cannot be used, or nothing is named.
     """
     found = [Variant(BASELINE, named=True)]
-    specs = [spec for text in texts for spec in _specs(text)]
+    specs = [spec for text in texts for spec in split_names(text)]
     if not specs:
         raise UsageError(f"no algorithm was named; expected {EVERY}, or names as in A,B:steps=5,C")
     for name, settings in specs:
@@ -89,38 +81,8 @@ def parse_variants(texts: Sequence[str], installed: Sequence[str]) -> list[Varia
     ]
 
 
-def _specs(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Split a text into names and their settings."""
-    name, settings = "", list[str]()
-    for part in filter(None, map(str.strip, text.split(","))):
-        if re.match(r"\w+\s*=", part):
-            if not name:
-                raise UsageError(f"{part!r} stands before any algorithm; expected NAME:{part}")
-            settings.append(part)
-            continue
-        if name:
-            yield name, settings
-        name, _, first = (piece.strip() for piece in part.partition(":"))
-        settings = [first] if first else []
-    if name:
-        yield name, settings
-
-
 def _named(name: str, settings: Sequence[str]) -> Variant:
     algorithm = name.upper()
     if algorithm == BASELINE and settings:
         raise UsageError(f"{BASELINE}:{settings[0]}: plain decoding has no settings; leave it out")
-    values: dict[str, Any] = {}
-    for setting in settings:
-        key, _, value = (piece.strip() for piece in setting.partition("="))
-        if key not in SETTINGS:
-            near = nearest(key, SETTINGS)
-            meant = f"did you mean {near}? " if near else ""
-            known = ", ".join(f"{known}=…" for known in SETTINGS)
-            raise UsageError(f"{algorithm}:{setting}: {meant}expected {known}")
-        if key != "draft" and not (re.fullmatch("[0-9]{1,18}", value) and int(value)):
-            raise UsageError(f"{algorithm}:{setting}: expected an integer of at least 1")
-        if not value:
-            raise UsageError(f"{algorithm}:{setting}: expected the folder of draft weights")
-        values[SETTINGS[key]] = value if key == "draft" else int(value)
-    return Variant(algorithm, values, named=True)
+    return Variant(algorithm, read_settings(algorithm, settings), named=True)

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specplug.algorithm import HELD_OUT_PROMPTS
+from specplug.algorithm_names import SETTINGS
 from specplug.bench.dataset import Deal, deal, num_dealt, read_prompts
-from specplug.bench.variant import EVERY, SETTINGS, Variant, parse_variants
+from specplug.bench.variant import EVERY, Variant, parse_variants
 from specplug.bench.workload import COMPLETION, NOISE, NOISE_TEMPERATURE, WORKLOADS, make_workload
 from specplug.cli import say
 from specplug.cli.engines import MORE, check_options, check_run, run_options

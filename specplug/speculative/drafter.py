@@ -136,7 +136,7 @@ class Drafter(ABC):
         if self.topk == 1:
             drafted, scores = self._draft_chain(batch, *begin, steps)
             return Draft.chain(drafted, scores=scores)
-        beam = self.beam(batch.max_draft_nodes, steps)
+        beam = self.beam(batch.max_draft_slots or batch.max_draft_nodes, steps)
         drafted, parents, scores = self._draft_tree(batch, *begin, beam, nodes, steps)
         return Draft.tree(drafted, parents, steps, scores=scores)
 

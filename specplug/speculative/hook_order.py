@@ -125,6 +125,11 @@ class Batch:
             pool is short. It binds: of a wider draft the first so many are verified. So draft no
             more, and put the likeliest nodes first. Keys that a draft model writes to later slots
             are lost, and what reads them means nothing.
+        max_draft_slots: for each request of a decode step, the slots from ``seq_lens`` on that a
+            draft model may write to; (): as many as ``max_draft_nodes`` says, which is less where
+            fewer nodes are wanted than there is room for.
+        drafters: for each request of a decode step of several algorithms (``A,B``), the place of
+            the one that drafts for it, among their names; -1: none does. (): the first one does.
         greedy: whether every request takes the most likely token, or drafts are to, so that no
             noise is needed.
         is_warm_up: whether the engine runs the step before its first request, so that what the
@@ -146,6 +151,8 @@ class Batch:
     first_chunk: tuple[bool, ...] = ()
     last_chunk: tuple[bool, ...] = ()
     max_draft_nodes: tuple[int, ...] = ()
+    max_draft_slots: tuple[int, ...] = ()
+    drafters: tuple[int, ...] = ()
     greedy: bool = True
     is_warm_up: bool = False
     drafts_follow: bool = True

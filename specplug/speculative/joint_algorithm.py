@@ -110,10 +110,10 @@ class JointAlgorithm:
     @hookimpl
     def validate_config(self, config: SpecConfig) -> SpecConfig:
         """Make room for the proposer's drafts and for what is added to them."""
-        info, own = self._proposer.info, _settings_of_part(self._proposer, config)
+        info, own = self._proposer.info, settings_of_part(self._proposer, config)
         settings = None if info.settings is None else info.settings(**own)
         alone = attrs.evolve(config, algorithm=self._proposer.name, settings=settings)
-        proposer = _validated(self._proposer, alone)
+        proposer = validated_part(self._proposer, alone)
         growers = self._grower_configs(config)
         nodes = proposer.num_draft_tokens + sum(each.num_draft_tokens - 1 for each in growers)
         if nodes > MAX_DRAFT_TOKENS:
@@ -134,12 +134,12 @@ class JointAlgorithm:
 
     def _grower_configs(self, config: SpecConfig) -> list[SpecConfig]:
         return [
-            _validated(
+            validated_part(
                 part,
                 SpecConfig.resolve(
                     part.info,
                     target_config=config.target_config,
-                    settings=_settings_of_part(part, config),
+                    settings=settings_of_part(part, config),
                 ),
             )
             for part in self._growers
@@ -160,10 +160,10 @@ class JointAlgorithm:
             topk=config.topk,
             num_draft_tokens=config.num_draft_tokens - sum(g.num_draft_tokens - 1 for g in growers),
             draft_model_path=config.draft_model_path,
-            settings=_settings_of_part(self._proposer, config),
+            settings=settings_of_part(self._proposer, config),
         )
         others = (
-            runtime.part(part, settings=_settings_of_part(part, config)) for part in self._growers
+            runtime.part(part, settings=settings_of_part(part, config)) for part in self._growers
         )
         return JointWorker([proposer, *others])
 
@@ -172,19 +172,19 @@ class JointAlgorithm:
         self, runtime: Runtime, batch: Batch, target_output: CommittedOutput
     ) -> DraftInput:
         parts: Sequence[Part] = runtime.worker.parts
-        return _joined(part.build_draft_input(batch, target_output) for part in parts)
+        return joined_inputs(part.build_draft_input(batch, target_output) for part in parts)
 
     @hookimpl
     def build_disagg_draft_input(
         self, runtime: Runtime, batch: Batch, last_tokens: Tensor
     ) -> DraftInput:
         parts: Sequence[Part] = runtime.worker.parts
-        return _joined(part.build_disagg_draft_input(batch, last_tokens) for part in parts)
+        return joined_inputs(part.build_disagg_draft_input(batch, last_tokens) for part in parts)
 
     @hookimpl
     def fixup_idle(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> DraftInput:
         parts: Sequence[Part] = runtime.worker.parts
-        return _joined(part.fixup_idle(batch, draft_input) for part in parts)
+        return joined_inputs(part.fixup_idle(batch, draft_input) for part in parts)
 
     @hookimpl
     def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
@@ -214,12 +214,12 @@ def joined_settings(infos: Iterable[AlgorithmInfo]) -> type[Any] | None:
     return attrs.make_class("JointSettings", fields, frozen=True, kw_only=True) if fields else None
 
 
-def _settings_of_part(part: SelectedAlgorithm, config: SpecConfig) -> dict[str, Any]:
+def settings_of_part(part: SelectedAlgorithm, config: SpecConfig) -> dict[str, Any]:
     """Return a part's own settings, by name."""
     return {name: getattr(config.settings, name) for name in part.info.setting_names}
 
 
-def _validated(part: SelectedAlgorithm, config: SpecConfig) -> SpecConfig:
+def validated_part(part: SelectedAlgorithm, config: SpecConfig) -> SpecConfig:
     """Return the settings of a part as it takes them."""
     found = build_plugin_manager(part).hook.validate_config(config=config)
     if found is None:
@@ -232,7 +232,7 @@ def _validated(part: SelectedAlgorithm, config: SpecConfig) -> SpecConfig:
     return found
 
 
-def _joined(made: Iterable[DraftInput]) -> DraftInput:
+def joined_inputs(made: Iterable[DraftInput]) -> DraftInput:
     """Return the draft input of all parts."""
     first, *others = made
     state = dict(first.state)

@@ -1,0 +1,112 @@
+"""Who drafts in a decode step, and how much: what ``plan_drafts`` chooses from, and its choice.
+
+All of it is known on the host when the step is launched. No torch here.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from specplug.errors import shown
+
+NOBODY = -1
+"""In ``DraftPlan.who``: nothing is drafted for the request."""
+
+UNDRAFTED = "NONE"
+"""How reports name what drafts for a request for which nothing is drafted."""
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class DraftChoices:
+    """What can be chosen for the requests of a decode step, [bs] in the batch's order.
+
+    Attributes:
+        names: the algorithms that can draft: those of ``A,B`` in the order of its name; of a single
+            algorithm that one.
+        num_draft_tokens: for each of these, the most nodes that it drafts for a request, the root
+            included.
+        allowed: for each request, the indices into ``names`` of those that may draft for it,
+            ascending; none if the request asks for no drafts.
+        most_nodes: for each request, the most nodes that can be verified, the root included: at
+            least 1. It is what the request asks for at most, and what it has slots for.
+        verify_budget: the most nodes of all requests together, at least bs; None: no limit.
+        is_warm_up: as ``Batch.is_warm_up``. The core itself then chooses everybody in turn, and
+            nobody; the hook is not called.
+    """
+
+    names: tuple[str, ...]
+    num_draft_tokens: tuple[int, ...]
+    allowed: tuple[tuple[int, ...], ...]
+    most_nodes: tuple[int, ...]
+    verify_budget: int | None = None
+    is_warm_up: bool = False
+
+    @property
+    def size(self) -> int:
+        """bs."""
+        return len(self.most_nodes)
+
+    def name_of(self, index: int) -> str:
+        """Return the name of what drafts, as ``DraftPlan.who`` has it; ``UNDRAFTED`` for nobody."""
+        return UNDRAFTED if index < 0 else self.names[index]
+
+    def default(self) -> DraftPlan:
+        """Return the choice of a run without a policy: the first algorithm that a request allows
+        drafts for it, as much as it can."""
+        who = tuple(allowed[0] if allowed else NOBODY for allowed in self.allowed)
+        return self.bound(DraftPlan(who=who, most_nodes=self.most_nodes))
+
+    def bound(self, plan: DraftPlan) -> DraftPlan:
+        """Return a plan within what requests allow: where one does not allow the algorithm, or no
+        node after the root, nobody drafts.
+
+        Raises:
+            ValueError: the plan does not fit the step; see ``DraftPlan.check``.
+        """
+        plan.check(self)
+        each = zip(plan.who, plan.most_nodes, self.allowed, self.most_nodes, strict=True)
+        who, nodes = [], []
+        for drafter, planned, allowed, most in each:
+            room = min(planned, most)
+            drafts = drafter in allowed and room > 1
+            who.append(drafter if drafts else NOBODY)
+            nodes.append(room if drafts else 1)
+        return DraftPlan(who=tuple(who), most_nodes=tuple(nodes))
+
+
+@attrs.frozen(kw_only=True)
+class DraftPlan:
+    """Who drafts for each request of a decode step, and how much.
+
+    Attributes:
+        who: [bs] the index into ``DraftChoices.names`` of the algorithm that drafts for the
+            request; -1: nobody, and its root alone is verified.
+        most_nodes: [bs] the most nodes that are drafted for it, the root included, at least 1. The
+            algorithm learns it before it drafts (``Batch.max_draft_nodes``), and its draft is cut
+            to it. Greater than what it can draft, or has room for: that is what counts.
+    """
+
+    who: tuple[int, ...]
+    most_nodes: tuple[int, ...]
+
+    def check(self, choices: DraftChoices) -> None:
+        """Refuse what is no plan for a step.
+
+        Raises:
+            ValueError: what was found, and what was expected.
+        """
+        size, last = choices.size, len(choices.names) - 1
+        for name, found, least, most in (
+            ("who", self.who, NOBODY, last),
+            ("most_nodes", self.most_nodes, 1, None),
+        ):
+            fits = type(found) is tuple and len(found) == size
+            if not fits or not all(
+                type(each) is int and least <= each and (most is None or each <= most)
+                for each in found
+            ):
+                bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+                raise ValueError(
+                    f"{name}={shown(found)}; expected a tuple with one integer {bounds} for each "
+                    f"of the {size} requests"
+                )

@@ -1,0 +1,129 @@
+"""Drafts of some of a batch's requests: each is drafted for by one algorithm, or by none.
+
+All that says who drafts for whom is known on the host, so nothing here reads the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from specplug.speculative.draft import Draft, DraftInput, arange
+from specplug.speculative.hook_order import Batch
+from specplug.speculative.host_copy import upload
+
+
+@attrs.frozen(eq=False)
+class Proposer:
+    """An algorithm that drafts for the requests that it is given.
+
+    Attributes:
+        propose: of its hooks: takes a batch and its draft input.
+        num_draft_tokens: the most nodes of its drafts.
+        owns: whether a state of the draft input, by its name, is its own.
+    """
+
+    propose: Callable[[Batch, DraftInput], Draft]
+    num_draft_tokens: int
+    owns: Callable[[str], bool]
+
+
+def propose_planned(batch: Batch, draft_input: DraftInput, proposers: Sequence[Proposer]) -> Draft:
+    """Return the drafts of a batch, each made by the one that ``batch.drafters`` names.
+
+    Each proposer gets a batch of its requests alone, and none where it has none.
+
+    Args:
+        batch: a decode step's. Without ``drafters`` the first one drafts for all.
+        draft_input: of all its requests, with the states of all proposers.
+    """
+    who = batch.drafters or (0,) * batch.size
+    made = []
+    for index, proposer in enumerate(proposers):
+        places = [place for place, drafter in enumerate(who) if drafter == index]
+        if places:
+            part, given = batch, draft_input
+            if len(places) < batch.size:
+                rows = upload(places, batch.req_indices.device)
+                part = sub_batch(batch, places, rows)
+                given = _sub_input(draft_input, rows, proposer.owns)
+            made.append((places, proposer.propose(attrs.evolve(part, drafters=()), given)))
+    return put_together(draft_input.bonus_tokens, made)
+
+
+def sub_batch(batch: Batch, places: Sequence[int], rows: Tensor) -> Batch:
+    """Return a decode step's batch of some of its requests, in tensors of its own.
+
+    Args:
+        places: which, in ascending order.
+        rows: the same on the device, [n] int64.
+    """
+
+    def picked(values: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(values[place] for place in places) if values else ()
+
+    return attrs.evolve(
+        batch,
+        requests=tuple(batch.requests[place] for place in places),
+        req_indices=batch.req_indices[rows],
+        seq_lens=batch.seq_lens[rows],
+        max_draft_nodes=picked(batch.max_draft_nodes),
+        max_draft_slots=picked(batch.max_draft_slots),
+        drafters=picked(batch.drafters),
+    )
+
+
+def _sub_input(draft_input: DraftInput, rows: Tensor, owns: Callable[[str], bool]) -> DraftInput:
+    state = {
+        name: None if tensor is None else tensor[rows]
+        for name, tensor in draft_input.state.items()
+        if owns(name)
+    }
+    return DraftInput(bonus_tokens=draft_input.bonus_tokens[rows], state=state)
+
+
+def put_together(roots: Tensor, made: Sequence[tuple[Sequence[int], Draft]]) -> Draft:
+    """Return the drafts of a batch, given those of some of its requests; the rest has the root
+    alone.
+
+    Nodes of a draft without scores get 0, if others have some.
+
+    Args:
+        roots: [bs] int64.
+        made: drafts, and the places of their requests in the batch; each place once at most.
+    """
+    bs = len(roots)
+    if len(made) == 1 and len(made[0][0]) == bs:
+        return made[0][1]
+    drafts = [draft for _, draft in made]
+    width = max((draft.width for draft in drafts), default=1)
+    if width == 1:
+        return Draft.chain(roots.unsqueeze(1))
+    widths = [1] * bs
+    tokens = roots.new_zeros(bs, width)
+    tokens[:, 0] = roots
+    scores = parents = None
+    if any(draft.scores is not None for draft in drafts):
+        scores = torch.zeros(bs, width, dtype=torch.float32, device=roots.device)
+    if not all(draft.is_chain for draft in drafts):
+        parents = roots.new_zeros(bs, width)  # of nodes that do not count, too
+        parents[:, 0] = -1
+    for places, draft in made:
+        own, rows = draft.width, upload(places, roots.device)
+        tokens[:, :own].index_copy_(0, rows, draft.tokens)
+        if scores is not None and draft.scores is not None:
+            scores[:, :own].index_copy_(0, rows, draft.scores)
+        if parents is not None:
+            linked = draft.parents
+            if linked is None:
+                linked = (arange(own, roots.device) - 1).expand(draft.tokens.shape)
+            parents[:, :own].index_copy_(0, rows, linked)
+        for place, each in zip(places, draft.widths or (own,) * len(places), strict=True):
+            widths[place] = each
+    if parents is None:
+        return Draft.chain(tokens, widths, scores=scores)
+    depth = max(draft.depth for draft in drafts)
+    return Draft.tree(tokens, parents, depth, widths, scores=scores)
