@@ -20,7 +20,7 @@ from specplug.speculative.choice.step_cost import StepCosts
 
 Array = np.ndarray
 
-_LEAST = np.array([0.0, 0.03, 0.08, 0.15, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95])
+_LEAST = np.array([0.0, 0.08, 0.25, 0.45, 0.65, 0.85])
 """Survivals from which on nodes are taken, in the ways to choose that are compared."""
 _MARGIN = 1.015
 """How much better drafts have to look than none: the best of many estimates is mostly one that is
@@ -154,11 +154,10 @@ def _for_many(survival: Array, costs: Costs, rate: float) -> Plan | None:
             who = np.full(bs, allowed[0])
         else:
             who = np.asarray(allowed)[worth[:, allowed].argmax(1)]
-        mine = survival[np.arange(bs), who]
-        plan = _mended(_compared(mine, who, allowed, costs), mine, costs)
+        plan = _compared(survival[np.arange(bs), who], who, allowed, costs)
         if best is None or plan.rate > best.rate:
             best = plan
-    return best
+    return None if best is None else _mended(best, survival[np.arange(bs), best.who], costs)
 
 
 def _prices(costs: Costs, bs: int, deepest: int, rate: float) -> Array:
@@ -206,7 +205,7 @@ def _compared(survival: Array, who: Array, allowed: list[int], costs: Costs) -> 
 
 def _limits(deepest: int) -> Array:
     """Return the depths that are compared as the greatest of a plan."""
-    every = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
+    every = [1, 2, 4, 7, 11, 16, 32]
     return np.array([*(depth for depth in every if depth < deepest), deepest])
 
 

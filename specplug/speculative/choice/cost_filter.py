@@ -24,6 +24,8 @@ _STREAK = 3
 """Outliers to one side in a row that are none: the machine has changed."""
 _JUMP = 0.3
 """Share by which it may have changed then."""
+_ALL, _OF = 100, 4
+"""First times that all count; of later ones that are as expected one of so many."""
 _MOST_DOUBT = 0.6
 """Share of a cost by which it is doubted at most, however long it was not seen."""
 
@@ -53,6 +55,7 @@ class CostFilter:
         self._spread = _MOST_DOUBT**2 * self._alike()
         self._noise = _NOISE
         self._streak = 0
+        self._seen = 0
         self._is_scaled = False
 
     @property
@@ -71,16 +74,21 @@ class CostFilter:
         scales = self._scales
         return self._likeness * np.outer(scales, scales)
 
-    def observe(self, weights: Array, seconds: float, *, trusted: bool = False) -> None:
+    def observe(
+        self, weights: Array, seconds: float, *, trusted: bool = False, skippable: bool = False
+    ) -> None:
         """Learn that a step whose costs count ``weights`` [p] times took ``seconds``.
 
         Args:
             trusted: whether it is no outlier, however far off it is.
+            skippable: whether to leave it where it was as expected: a saving, no more.
         """
         expected = float(weights @ self.costs)
         if not self._is_scaled:
             self._scale(seconds / expected)
             expected = seconds
+        if skippable and self._is_as_expected(seconds / expected):
+            return
         costs = self.costs
         self._spread += (_DRIFT**2) * np.outer(costs, costs)
         self._spread += _OWN_DRIFT**2 * self._alike()
@@ -96,6 +104,14 @@ class CostFilter:
         self.costs = np.maximum(costs + gain * missed, 1e-6 * costs[0])
         self._spread -= np.outer(gain, towards)
         self._bound()
+
+    def _is_as_expected(self, ratio: float) -> bool:
+        """Return whether a time tells nothing new, and is not the one of some that count all the
+        same."""
+        self._seen += 1
+        if self._seen < _ALL or self._seen % _OF == 0:
+            return False
+        return abs(ratio - 1.0) < self._noise
 
     def doubt(self, weights: Array) -> float:
         """Return the standard deviation of the expected sum of ``weights`` [p], as a share."""

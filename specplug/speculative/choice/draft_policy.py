@@ -102,9 +102,10 @@ class DraftPolicy:
         who, asked, nodes = (
             np.asarray(each, dtype=np.int64) for each in (outcome.who, outcome.asked, outcome.nodes)
         )
-        rows = np.array([self._row(each) for each in outcome.request_ids], dtype=np.int64)
-        self.acceptance.fade(rows)
-        drafted = np.flatnonzero((who >= 0) & (asked > 0))
+        # A request that has ended is forgotten before its last step is told.
+        rows = np.array([self._rows.get(each, -1) for each in outcome.request_ids], dtype=np.int64)
+        self.acceptance.fade(rows[rows >= 0])
+        drafted = np.flatnonzero((who >= 0) & (asked > 0) & (rows >= 0))
         if len(drafted):
             accepted = np.asarray(outcome.accepted, dtype=np.int64)[drafted]
             self.acceptance.observe(rows[drafted], who[drafted], asked[drafted], accepted)
@@ -143,7 +144,9 @@ class DraftPolicy:
             asked: how deep it is known.
             right: how many of its tokens, from the first on, the target took.
         """
-        row = self._row(request_id)
+        row = self._rows.get(request_id)
+        if row is None:
+            return
         self.acceptance.observe([row], [algorithm], [asked], [right])
         self._heard[row, algorithm] = self._step
 

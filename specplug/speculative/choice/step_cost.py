@@ -153,13 +153,15 @@ class StepCosts:
             return
         weights = self._weights(work)
         if draft_seconds is None or not work.requests.any() or draft_seconds >= seconds:
-            self._filter.observe(weights, seconds, trusted=trusted)
+            self._filter.observe(weights, seconds, trusted=trusted, skippable=not trusted)
             return
         of_draft = weights.copy()
         of_draft[:_FIXED] = 0.0
-        self._filter.observe(weights - of_draft, seconds - draft_seconds, trusted=trusted)
+        self._filter.observe(
+            weights - of_draft, seconds - draft_seconds, trusted=trusted, skippable=not trusted
+        )
         if draft_seconds > 0:
-            self._filter.observe(of_draft, draft_seconds, trusted=trusted)
+            self._filter.observe(of_draft, draft_seconds, trusted=trusted, skippable=not trusted)
 
     def curve(self, bs: int, context: float, most_rows: int) -> Array:
         """Return the target's seconds by its rows, [most_rows + 1] float64; the first ``bs`` mean

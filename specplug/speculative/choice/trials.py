@@ -30,7 +30,7 @@ _FRESH = 4
 _DEPTHS = 3, 1
 """How deep a trial drafts at most: the first that can be paid for."""
 _FEW = 8
-"""Requests up to which trials are looked for in each step; of more in every fourth one."""
+"""Requests up to which trials are looked for in every second step; of more in every fourth one."""
 
 
 class Trials:
@@ -76,7 +76,7 @@ class Trials:
 
     def is_due(self, bs: int) -> bool:
         """Return whether to look for other drafts to try in this step."""
-        return bs <= _FEW or self._step % 4 == 0
+        return self._step % (2 if bs <= _FEW else 4) == 0
 
     def mended(
         self, plan: Plan, survival: Array, hopeful: Array, ages: Array, costs: Costs
