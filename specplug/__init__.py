@@ -65,6 +65,7 @@ if TYPE_CHECKING:
         keep_likeliest,
         merge_drafts,
     )
+    from specplug.speculative.draft_plan import DraftChoices, DraftPlan
     from specplug.speculative.draft_state import ReceivedState, StateTensor, received_state
     from specplug.speculative.feature_drafter import FeatureDrafter
     from specplug.speculative.future_map import FutureMap
@@ -110,6 +111,8 @@ _LAZY = {
     "couple": "specplug.speculative.noise",
     "Draft": "specplug.speculative.draft",
     "DraftInput": "specplug.speculative.draft",
+    "DraftChoices": "specplug.speculative.draft_plan",
+    "DraftPlan": "specplug.speculative.draft_plan",
     "FeatureDrafter": "specplug.speculative.feature_drafter",
     "FutureMap": "specplug.speculative.future_map",
     "PerTokenOutput": "specplug.speculative.output_kind",
@@ -176,9 +179,11 @@ __all__ = [
     "Conformance",
     "Defaults",
     "Draft",
+    "DraftChoices",
     "DraftFiles",
     "DraftInput",
     "DraftModelAlgorithm",
+    "DraftPlan",
     "EngineConfig",
     "EngineOptions",
     "FallbackWarning",

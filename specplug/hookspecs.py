@@ -19,6 +19,7 @@ accept.
 ``specplug/speculative/hook_order.py`` is the order, and every host drives it::
 
     decode    resolve the future map -> on_host_tensors, if a step has left some
+              -> plan_drafts
               -> propose (a part of another algorithm: or grow_draft)
               -> the target's pass over T nodes -> verify
               -> compact the accepted path -> build_draft_input (the draft extend)
@@ -96,7 +97,9 @@ token.
 **Parts.** An algorithm may hold others (``runtime.part``), and calls their hooks. Each has its own
 configuration, worker, state and future map. A name like ``EAGLE3+NGRAM`` is an algorithm of the
 core that does so: the first proposes, the others grow its drafts (``grow_draft``), and all hear of
-every committed token. What a part's hook raises is an error that names both.
+every committed token. So is ``NGRAM,EAGLE3``: for each request one of them proposes, as
+``plan_drafts`` chooses, with a batch of these requests alone. What a part's hook raises is an error
+that names both.
 
 **Errors.** What a hook raises is a ``PluginError`` that names the plugin, its version and the hook,
 ``sys.exit`` too; so is a result of another type, dtype, shape or device than is said here. The
@@ -122,6 +125,7 @@ if TYPE_CHECKING:
 
     from specplug.algorithm import AlgorithmInfo, SpecConfig
     from specplug.speculative.draft import Draft, DraftInput
+    from specplug.speculative.draft_plan import DraftChoices, DraftPlan
     from specplug.speculative.future_map import FutureMap
     from specplug.speculative.hook_order import Batch
     from specplug.speculative.report import RequestReport, StepReport
@@ -274,6 +278,28 @@ def build_disagg_draft_input(
     Returns:
         What ``build_draft_input`` would have. None: what was exported, as far as it is as
         ``state_spec()`` declares it, and zeros for the rest.
+    """
+
+
+@hookspec(firstresult=True)
+def plan_drafts(runtime: Runtime, batch: Batch, choices: DraftChoices) -> DraftPlan | None:
+    """Choose who drafts for each request of a decode step, and how much.
+
+    Called in each decode step before ``propose``, unless only the core implements it; not in the
+    warm-up, nor for an idle batch. The choice changes no token: it may depend on measured time.
+    Extensions are asked before the algorithm. It runs on the host, and must read nothing of the
+    device: what steps have accepted is told by ``on_step``.
+
+    Args:
+        runtime: the engine's.
+        batch: the requests, as in ``propose``; ``max_draft_nodes`` is what there is room for.
+        choices: what can be chosen: of a run with several algorithms (``A,B``) these, else the one
+            or nobody. What a request asks for by ``SamplingParams`` is in it.
+
+    Returns:
+        The plan. A request's ``max_draft_nodes`` is lowered to it before ``propose``, which is not
+        called where nobody drafts. What a request does not allow is not drafted, whatever the plan
+        says. None: the first algorithm that a request allows drafts, as much as it can.
     """
 
 

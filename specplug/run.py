@@ -41,8 +41,8 @@ from specplug.model.sampler import Sampler
 from specplug.speculative.algorithm_start import StartedAlgorithm, start_algorithm
 from specplug.speculative.draft_state import state_spec
 from specplug.speculative.hook_calls import HookCalls
-from specplug.speculative.joint_algorithm import JointWorker
 from specplug.speculative.output_kind import OutputKind
+from specplug.speculative.planned_drafts import drafters_of, warm_drafters
 from specplug.startup import Startup
 
 if TYPE_CHECKING:
@@ -294,17 +294,19 @@ def _serve(loaded: Loaded, caches: _Caches, startup: Startup, opened: ExitStack)
         cache.pool,
         context_len=kv.context_len,
         outputs=caches.outputs.values(),
+        drafters=drafters_of(caches.runtime),
     )
     if loaded.features["warm_up"] == ON:
         decodes, hooks = config.disaggregation != "prefill", loaded.algorithm.hooks
         with startup.part("warming up"):
-            worker = caches.runtime.worker
             warm_up = WarmUp(
                 engine.steps,
                 hooks,
                 caches.limits,
                 decodes=decodes,
-                draft_widths=worker.draft_widths if isinstance(worker, JointWorker) else (),
+                drafters=warm_drafters(
+                    caches.runtime, plans=hooks.plans_drafts, has_draft_cache=kv.has_draft_cache
+                ),
                 ranks=loaded.ranks,
             )
             warm_up.run(startup.advance)

@@ -127,6 +127,11 @@ def _plain_text(value: Any) -> Any:
     return str.__str__(value) if isinstance(value, str) else value
 
 
+def _upper(value: Any) -> Any:
+    """Return a name as algorithms have it."""
+    return value.strip().upper() if isinstance(value, str) else value
+
+
 def _check_integers(name: str, tokens: Iterable[Any]) -> None:
     for token in tokens:
         if type(token) is not int:
@@ -337,6 +342,28 @@ class SamplingParams:
         group="Output",
         unset="none",
         converter=_plain_text,
+        option="",
+        served=True,
+    )
+    speculative_algorithm: str | None = setting(
+        None,
+        Text(expected="an algorithm of the run, or NONE"),
+        "The only one of the run's algorithms that may draft for the request; NONE: none may. It "
+        "changes no token.",
+        group="Speculation",
+        unset="any",
+        converter=_upper,
+        option="",
+        served=True,
+    )
+    max_draft_tokens: int | None = setting(
+        None,
+        Integer(least=0, expected="an integer of at least 0, or None"),
+        "Most tokens that are drafted for the request in a step; 0: none. It changes no token.",
+        group="Speculation",
+        unit="tokens",
+        unset="any number",
+        converter=plain_integer,
         option="",
         served=True,
     )

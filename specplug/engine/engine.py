@@ -460,6 +460,8 @@ def _report(result: StepResult, sampled: Sequence[bool], kept: Sequence[int]) ->
         sampled=tuple(sampled),
         decode_ids=tuple(r.request_id for r in step.decode.requests) if step.decode else (),
         proposed=decode.proposed if decode else (),
+        drafters=decode.drafters if decode else (),
+        planned=decode.planned if decode else (),
         widths=decode.widths if decode else (),
         depth=decode.tokens.shape[1] - 1 if decode else 0,
         accept_lens=tuple(decode.accept_lens.tolist()) if decode else (),

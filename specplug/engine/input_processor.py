@@ -18,6 +18,7 @@ from specplug.kv.page_allocator import PageAllocator
 from specplug.model.loading import backend_of
 from specplug.model.target import Target
 from specplug.sampling_params import Needs, SamplingParams, plain_integer
+from specplug.speculative.draft_plan import ANY_DRAFT, UNDRAFTED, DraftWish
 from specplug.speculative.output_kind import OutputKind
 
 Prompt = str | Sequence[int]
@@ -33,6 +34,7 @@ class InputProcessor:
         pool: which must hold each request alone.
         context_len: most tokens of a request, prompt and output.
         outputs: what requests can get for each token.
+        drafters: the algorithms that may draft, by name.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class InputProcessor:
         *,
         context_len: int,
         outputs: Iterable[OutputKind],
+        drafters: Iterable[str] = (),
     ) -> None:
         self._target = target
         self._tokenizer = tokenizer
@@ -51,6 +54,7 @@ class InputProcessor:
         self._context_len = context_len
         self._eos = target.eos_token_ids
         self._outputs = tuple(outputs)
+        self._drafters = tuple(dict.fromkeys((*drafters, UNDRAFTED)))
         self._seed = config.seed
         self._numbers = count()
         self._grammars = GrammarCompiler(tokenizer, target.vocab_size, self._eos)
@@ -118,11 +122,23 @@ class InputProcessor:
             detokenizer=make_detokenizer(backend_of(self._tokenizer), params),
             needs=params.needs | Needs.OUTPUTS if outputs else params.needs,
             outputs=outputs,
+            draft_wish=self._draft_wish(params),
             rule=self._target.rotary.rule,
             grammar_state=self._grammars.start(params) if params.grammar else None,
         )
         self._check_pool(request)
         return request
+
+    def _draft_wish(self, params: SamplingParams) -> DraftWish:
+        name, most = params.speculative_algorithm, params.max_draft_tokens
+        if name is None and most is None:
+            return ANY_DRAFT
+        if name is not None and name not in self._drafters:
+            raise UsageError(
+                f"speculative_algorithm={shown(name)}: expected one of this run's: "
+                f"{', '.join(self._drafters)}"
+            )
+        return DraftWish(name, most)
 
     def _check(self, num_tokens: int, params: SamplingParams) -> None:
         if num_tokens >= self._context_len:

@@ -16,6 +16,7 @@ from specplug.kv.prefix_cache import CachedPage
 from specplug.model.rotary import FIXED, NEVER, LengthRule
 from specplug.outputs import RequestOutput
 from specplug.sampling_params import Needs, SamplingParams
+from specplug.speculative.draft_plan import ANY_DRAFT, DraftWish
 
 
 class RequestStatus(enum.Enum):
@@ -73,6 +74,7 @@ class Request:
         needs: what a step must do for it beyond the greatest logit.
         grammar_state: where it stands in its grammar; None if it has none.
         outputs: what it gets for each token besides the token, by name; the engine fills them.
+        draft_wish: what it asks for of its drafts.
         rule: how its rotary frequencies follow from its length.
 
         status: where it is (scheduler; ``finish``).
@@ -130,6 +132,7 @@ class Request:
     needs: Needs = Needs.NOTHING
     grammar_state: GrammarState | None = None
     outputs: dict[str, CollectedOutput] = attrs.field(factory=dict)
+    draft_wish: DraftWish = ANY_DRAFT
     rule: LengthRule = FIXED
 
     status: RequestStatus = RequestStatus.WAITING

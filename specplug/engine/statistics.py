@@ -57,6 +57,8 @@ class Statistics:
         verifications: decode steps times the requests in them.
         proposed: nodes proposed beyond the roots, those too that were cut before the target's pass.
         drafted: nodes verified beyond the roots.
+        verifications_by_drafter, drafted_by_drafter, accepted_by_drafter: these three by what
+            drafted for the request; "NONE" where nothing did.
         accepted: tokens that came out of verifications, bonus tokens included.
         accepted_by_length: how often a verification gave 1, 2, … tokens.
         drafted_by_depth: how often a verified draft was 0, 1, 2, … tokens deep below its root.
@@ -86,6 +88,9 @@ class Statistics:
     proposed: int = 0
     drafted: int = 0
     accepted: int = 0
+    verifications_by_drafter: Counter[str] = attrs.field(factory=Counter)
+    drafted_by_drafter: Counter[str] = attrs.field(factory=Counter)
+    accepted_by_drafter: Counter[str] = attrs.field(factory=Counter)
     accepted_by_length: Counter[int] = attrs.field(factory=Counter)
     drafted_by_depth: Counter[int] = attrs.field(factory=Counter)
     widths: Counter[int] = attrs.field(factory=Counter)
@@ -186,6 +191,11 @@ class Statistics:
         for width, count in Counter(widths).items():
             self.drafted_by_depth[min(width - 1, step.depth)] += count
             self.widths[width] += count
+        for i in counted if step.drafters else ():
+            drafter = step.drafters[i]
+            self.verifications_by_drafter[drafter] += 1
+            self.drafted_by_drafter[drafter] += step.widths[i] - 1
+            self.accepted_by_drafter[drafter] += step.accept_lens[i]
         self._scored_nodes.add(step.scored_nodes)
 
     def add_request(self, request: RequestReport) -> None:

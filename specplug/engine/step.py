@@ -38,6 +38,7 @@ from specplug.model.target import PassOutput
 from specplug.sampling_params import Needs
 from specplug.speculative.calibration import Calibration
 from specplug.speculative.draft import Draft
+from specplug.speculative.draft_plan import ANY_DRAFT, DraftWish
 from specplug.speculative.hook_order import (
     Batch,
     Chunks,
@@ -211,6 +212,8 @@ class StepRunner:
                 requests=tuple(map(ReadOnlyRequest, group.requests)),
                 max_draft_nodes=decode.max_draft_nodes,
                 verify_budget=decode.verify_budget,
+                wishes=_wishes(group.requests),
+                drafter=decode.drafter,
                 greedy=not group.needs & Needs.NOISE,
                 is_warm_up=step.is_warm_up,
                 batch_rows=batch_rows,
@@ -331,6 +334,12 @@ class StepRunner:
         if self._kv_transfer.exports_state(prefill.chunks):
             state = self._order.export_draft_state(rows.chunks)
         return attrs.evolve(result, slices=self._kv_transfer.read(prefill.chunks, state))
+
+
+def _wishes(requests: Sequence[Request]) -> tuple[DraftWish, ...]:
+    """Return what each request asks for of its drafts; () if none asks for anything."""
+    wishes = tuple(request.draft_wish for request in requests)
+    return () if all(wish is ANY_DRAFT for wish in wishes) else wishes
 
 
 def _batch(mode: ForwardMode, group: RequestGroup, rows: Tensor, seq_lens: Tensor) -> Batch:

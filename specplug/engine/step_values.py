@@ -81,12 +81,14 @@ class Decode:
             ``num_lookahead_slots``.
         verify_budget: the most nodes of all together, one for each at least; None: no limit.
         slots: for each, the most slots that it may reach.
+        drafter: who drafts, as in ``Scheduled``.
     """
 
     requests: tuple[Request, ...]
     max_draft_nodes: tuple[int, ...]
     verify_budget: int | None = None
     slots: tuple[int, ...]
+    drafter: int | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -331,6 +333,7 @@ class DecodeResult:
         outputs: what requests asked for, of these bs·C rows; None if nothing.
         chances: of the nodes, as ``Committed.chances``.
         proposed: nodes of each request's draft before it was cut.
+        drafters, planned: as in ``Drafted``.
         counts: nodes verified for each request; a tensor [bs] int64 where the device alone knew
             them.
     """
@@ -339,6 +342,8 @@ class DecodeResult:
     accept_lens: Tensor
     outputs: HostOutputs | None
     proposed: tuple[int, ...]
+    drafters: tuple[str, ...]
+    planned: tuple[int, ...]
     counts: tuple[int, ...] | Tensor
     chances: Tensor | None
 
@@ -353,6 +358,8 @@ class DecodeResult:
             accept_lens=report[:, -1],
             outputs=wanted.send(output.per_node, len(output.next_tokens)) if wanted else None,
             proposed=rows.drafted.proposed,
+            drafters=rows.drafted.drafters,
+            planned=rows.drafted.planned,
             counts=draft.host_counts(),
             chances=None if committed.chances is None else host_copy(committed.chances),
         )

@@ -19,6 +19,7 @@ from specplug.engine.step_values import Decode, Prefill, PrefillChunk, Scheduler
 from specplug.sampling_params import SamplingParams
 from specplug.speculative.buckets import MOST_ROWS, batch_sizes, row_buckets
 from specplug.speculative.hook_calls import HookCalls
+from specplug.speculative.planned_drafts import WarmDrafter
 
 _LONGEST_PROMPT = 2048
 """Prompt tokens from which on no kernel is compiled anew for more."""
@@ -51,7 +52,7 @@ class WarmUp:
         hooks: of the run.
         limits: of the run's steps.
         decodes: whether the run has decode steps; a prefill instance has none.
-        draft_widths: the widths of drafts that a draft model's step has beside the widest.
+        drafters: the choices that the run may make of who drafts.
         ranks: that step together with this one; None: it is alone. They may take more or fewer
             steps: a rank that is done takes part in the others'.
     """
@@ -63,14 +64,14 @@ class WarmUp:
         limits: SchedulerConfig,
         *,
         decodes: bool,
-        draft_widths: Sequence[int],
+        drafters: Sequence[WarmDrafter],
         ranks: RankGroup | None,
     ) -> None:
         self._steps = steps
         self._watch = HookWatch(hooks)
         self._limits = limits
         self._decodes = decodes
-        self._draft_widths = draft_widths
+        self._drafters = drafters
         self._ranks = ranks
         most = min(
             limits.chunked_prefill_size or _LONGEST_PROMPT,
@@ -147,10 +148,11 @@ class WarmUp:
         if not self._decodes:
             yield _prefill(requests)
             return
-        for rooms in self._rooms(size):
-            # Prefilled each time anew, or they would grow by what a step accepts.
-            yield _prefill(requests)
-            yield _step(decode=self._decode_half(requests, rooms))
+        for drafter in self._drafters:
+            for rooms in self._rooms(size, drafter):
+                # Prefilled each time anew, or they would grow by what a step accepts.
+                yield _prefill(requests)
+                yield _step(decode=self._decode_half(requests, rooms, drafter.who))
 
     def _mixed(self) -> Iterator[SchedulerOutput]:
         """Yield steps that decode at every batch size, and that a prompt fills."""
@@ -161,12 +163,14 @@ class WarmUp:
             width = max(1, self._most_rows - size * self._limits.num_draft_tokens)
             *requests, prompt = self._requests([_PROMPT] * size + [width])
             yield _prefill(requests)
-            decode = self._decode_half(requests, (whole,) * size)
+            decode = self._decode_half(requests, (whole,) * size, self._drafters[0].who)
             yield _step(prefill=_chunks([prompt]), decode=decode, admitted=(prompt,))
 
-    def _decode_half(self, requests: Sequence[Request], rooms: tuple[int, ...]) -> Decode:
+    def _decode_half(
+        self, requests: Sequence[Request], rooms: tuple[int, ...], who: int | None
+    ) -> Decode:
         """Return the decode half of requests with room for so many nodes each, cut to the budget of
-        the run."""
+        the run. ``who`` drafts."""
         limits = self._limits
         end = max(len(request.token_ids) for request in requests) + limits.num_lookahead_slots
         return Decode(
@@ -174,17 +178,18 @@ class WarmUp:
             max_draft_nodes=rooms,
             verify_budget=limits.budget_for(len(requests)),
             slots=(end,) * len(requests),
+            drafter=who,
         )
 
-    def _rooms(self, size: int) -> Iterator[tuple[int, ...]]:
+    def _rooms(self, size: int, drafter: WarmDrafter) -> Iterator[tuple[int, ...]]:
         """Yield the nodes that the drafts of a batch may have. A draft model fills the room that
         there is, and what grows its drafts adds to them in few steps. What drafts without one is as
         wide as there is something to propose, each request for itself."""
-        whole, most = self._limits.num_lookahead_slots, self._limits.num_draft_tokens
+        whole, most = self._limits.num_lookahead_slots, drafter.num_draft_tokens
         yield (whole,) * size
-        for width in self._draft_widths:
+        for width in drafter.widths:
             yield (width,) * size
-        if self._draft_widths or self._steps.kv.has_draft_cache or most == 1:
+        if not drafter.is_ragged:
             return
         for nodes in _doubled(most)[:-1]:
             yield (nodes,) * size

@@ -57,6 +57,19 @@ TOTALS = (
     Total("drafted", "drafted_tokens", "Of these, how many were verified: the rest was cut."),
     Total("accepted", "accepted_tokens", "Tokens accepted, bonus tokens included."),
     Total(
+        "verifications_by_drafter",
+        "verifications_by_drafter",
+        "Drafts verified, by what drafted; NONE: nothing did.",
+        "drafter",
+    ),
+    Total("drafted_by_drafter", "drafted_by_drafter", "Of their nodes, those verified.", "drafter"),
+    Total(
+        "accepted_by_drafter",
+        "accepted_by_drafter",
+        "Tokens accepted, bonus tokens included, by what drafted.",
+        "drafter",
+    ),
+    Total(
         "drafted_by_position",
         "drafted_by_position",
         "Drafts that reached this position.",

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from specplug.algorithm import SpecConfig
     from specplug.speculative.draft import Draft, DraftInput
+    from specplug.speculative.draft_plan import DraftChoices, DraftPlan
     from specplug.speculative.future_map import FutureMap
     from specplug.speculative.hook_order import Batch
     from specplug.speculative.runtime import Runtime
@@ -48,6 +49,10 @@ class CoreDefaults:
 
         received = received_state(batch, state_spec(runtime.worker))
         return DraftInput(bonus_tokens=last_tokens, state=received.tensors)
+
+    @hookimpl(trylast=True)
+    def plan_drafts(self, choices: DraftChoices) -> DraftPlan:
+        return choices.default()
 
     @hookimpl(trylast=True)
     def grow_draft(self, draft: Draft) -> Draft:

@@ -5,6 +5,8 @@ All of it is known on the host when the step is launched. No torch here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import attrs
 
 from specplug.errors import shown
@@ -14,6 +16,23 @@ NOBODY = -1
 
 UNDRAFTED = "NONE"
 """How reports name what drafts for a request for which nothing is drafted."""
+
+
+@attrs.frozen
+class DraftWish:
+    """What a request asks for of its drafts, by ``SamplingParams``.
+
+    Attributes:
+        algorithm: the name of the only one that may draft for it, or ``UNDRAFTED``; None: any.
+        max_draft_tokens: the most tokens that are drafted for it in a step; None: any number.
+    """
+
+    algorithm: str | None = None
+    max_draft_tokens: int | None = None
+
+
+ANY_DRAFT = DraftWish()
+"""That of a request which asks for nothing."""
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -30,8 +49,6 @@ class DraftChoices:
         most_nodes: for each request, the most nodes that can be verified, the root included: at
             least 1. It is what the request asks for at most, and what it has slots for.
         verify_budget: the most nodes of all requests together, at least bs; None: no limit.
-        is_warm_up: as ``Batch.is_warm_up``. The core itself then chooses everybody in turn, and
-            nobody; the hook is not called.
     """
 
     names: tuple[str, ...]
@@ -39,16 +56,48 @@ class DraftChoices:
     allowed: tuple[tuple[int, ...], ...]
     most_nodes: tuple[int, ...]
     verify_budget: int | None = None
-    is_warm_up: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        drafters: Mapping[str, int],
+        max_draft_nodes: Sequence[int],
+        wishes: Sequence[DraftWish],
+        verify_budget: int | None,
+    ) -> DraftChoices:
+        """Return what can be chosen.
+
+        Args:
+            drafters: ``num_draft_tokens`` by ``names``.
+            max_draft_nodes: for each request, the nodes that it has slots for.
+            wishes: for each request what it asks for; none: none asks for anything.
+        """
+        names = tuple(drafters)
+        every, most = tuple(range(len(names))), tuple(max_draft_nodes)
+        allowed: tuple[tuple[int, ...], ...] = (every,) * len(most)
+        if wishes:
+            allowed = tuple(
+                every
+                if wish.algorithm is None
+                else tuple(index for index in every if names[index] == wish.algorithm)
+                for wish in wishes
+            )
+            most = tuple(
+                own if wish.max_draft_tokens is None else min(own, 1 + wish.max_draft_tokens)
+                for own, wish in zip(most, wishes, strict=True)
+            )
+        return cls(
+            names=names,
+            num_draft_tokens=tuple(drafters.values()),
+            allowed=allowed,
+            most_nodes=most,
+            verify_budget=verify_budget,
+        )
 
     @property
     def size(self) -> int:
         """bs."""
         return len(self.most_nodes)
-
-    def name_of(self, index: int) -> str:
-        """Return the name of what drafts, as ``DraftPlan.who`` has it; ``UNDRAFTED`` for nobody."""
-        return UNDRAFTED if index < 0 else self.names[index]
 
     def default(self) -> DraftPlan:
         """Return the choice of a run without a policy: the first algorithm that a request allows

@@ -29,6 +29,7 @@ from specplug import debug, hookspecs
 from specplug.algorithm import SpecConfig
 from specplug.errors import PluginError, UsageError, shown
 from specplug.speculative.draft import Draft, DraftInput, described, is_dense
+from specplug.speculative.draft_plan import DraftChoices, DraftPlan
 from specplug.speculative.draft_state import StateTensor, state_spec
 from specplug.speculative.future_map import FutureMap, is_plain
 from specplug.speculative.host_relay import IN_FLIGHT, HostRelay
@@ -80,6 +81,11 @@ class HookCalls:
     def core_verifies(self) -> bool:
         """Whether the core alone implements ``verify``."""
         return "verify" in self._plugins.core_alone
+
+    @property
+    def plans_drafts(self) -> bool:
+        """Whether a plugin implements ``plan_drafts``."""
+        return "plan_drafts" not in self._plugins.core_alone
 
     @property
     def declares_state(self) -> bool:
@@ -192,6 +198,16 @@ class HookCalls:
         return tuple(self._plugins.guard(method, trainer.orthogonal) or ())
 
     # In a step
+
+    def plan_drafts(self, runtime: Runtime, batch: Batch, choices: DraftChoices) -> DraftPlan:
+        """Return who drafts for each request, and how much, within what the requests allow."""
+        hook = "plan_drafts"
+        found = self._plugins.call(hook, runtime=self._lend(runtime), batch=batch, choices=choices)
+        plan = rebuilt(self._plugins, hook, found, DraftPlan, "a specplug.DraftPlan, or None")
+        try:
+            return choices.bound(plan)
+        except ValueError as error:
+            self._plugins.refuse(hook, f"planned {error}")
 
     def propose(
         self, runtime: Runtime, batch: Batch, draft_input: DraftInput, *, roots: Tensor

@@ -2,7 +2,8 @@
 
 The embedded engine drives it, and so can any other engine (docs/hosting.md has one of a page)::
 
-    a decode step      draft            resolve -> propose -> narrow, cut to the budget
+    a decode step      draft            resolve -> plan_drafts -> propose
+                                        -> narrow, cut to the budget
                        (the host)       runs the target's pass over the nodes, samples at each
                        verify           verify
                        (the host)       moves the KV of accepted nodes
@@ -38,6 +39,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import attrs
@@ -47,9 +49,16 @@ from torch import Tensor
 from specplug.speculative.calibration import Calibration
 from specplug.speculative.draft import Draft, DraftInput
 from specplug.speculative.draft_cuts import cut_to_budget, narrow
+from specplug.speculative.draft_plan import UNDRAFTED, DraftChoices, DraftPlan, DraftWish
 from specplug.speculative.future_map import FutureMap, is_plain
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.host_copy import upload
+from specplug.speculative.planned_drafts import (
+    Proposer,
+    drafters_of,
+    plans_within,
+    propose_planned,
+)
 from specplug.speculative.rotation import chunk_tails, rotate_chunks
 from specplug.speculative.runtime import AttentionPlan, Runtime
 from specplug.speculative.verify import (
@@ -183,6 +192,9 @@ class Scheduled:
         verify_budget: the most nodes of all together, at least bs; None: no limit. A host that sets
             it takes drafts whose widths are known on the device alone.
         greedy: whether every request takes its most likely token.
+        wishes: what each request asks for of its drafts; (): nothing.
+        drafter: who drafts for all, as in ``DraftPlan.who``: for the warm-up alone. None: it is
+            chosen.
         is_warm_up: what ``Batch.is_warm_up`` is for the hooks of the step.
         batch_rows: a copy of ``req_indices`` for hooks; None: it is made.
         map_rows: as in ``Half``. A host that keeps ``req_indices`` for later steps gives both.
@@ -192,6 +204,8 @@ class Scheduled:
     requests: Sequence[RequestView]
     max_draft_nodes: tuple[int, ...]
     verify_budget: int | None = None
+    wishes: tuple[DraftWish, ...] = ()
+    drafter: int | None = None
     greedy: bool = True
     is_warm_up: bool = False
     batch_rows: Tensor | None = None
@@ -223,11 +237,15 @@ class Drafted(Half):
             has the slot ``seq_lens + i``.
         draft: T nodes of all requests; its roots are the core's.
         proposed: nodes of each request before the cuts, the root included.
+        drafters: what drafted for each request, by name; ``UNDRAFTED`` where nothing did.
+        planned: the most nodes that were to be drafted for each, the root included.
     """
 
     seq_lens: Tensor
     draft: Draft
     proposed: tuple[int, ...]
+    drafters: tuple[str, ...] = ()
+    planned: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> Tensor:
@@ -338,7 +356,9 @@ class HookOrder:
             greedy=scheduled.greedy or not self._runtime.host.foreseeable_noise,
             is_warm_up=scheduled.is_warm_up,
         )
-        draft = self._hooks.propose(self._runtime, batch, draft_input, roots=known.bonus_tokens)
+        plan = self._plan(batch, scheduled)
+        draft = self._propose(batch, draft_input, plan, known.bonus_tokens)
+        most = scheduled.max_draft_nodes if plan is None else plan.most_nodes
         if draft.scores is not None:
             self.calibration.count_step()
         return Drafted(
@@ -346,14 +366,68 @@ class HookOrder:
             batch=batch,
             map_rows=scheduled.map_rows,
             seq_lens=starts,
-            draft=self._cut(draft, scheduled),
+            draft=self._cut(draft, most, scheduled),
             proposed=draft.widths or (draft.width,) * len(draft.tokens),
+            drafters=self._names(plan, len(starts)),
+            planned=most,
         )
 
-    def _cut(self, draft: Draft, scheduled: Scheduled) -> Draft:
+    @cached_property
+    def _drafters(self) -> Mapping[str, int]:
+        """Those that can draft, and the most nodes of each one's drafts."""
+        return drafters_of(self._runtime)
+
+    def _names(self, plan: DraftPlan | None, bs: int) -> tuple[str, ...]:
+        """Return what drafts for each request."""
+        names = tuple(self._drafters)
+        if plan is None:
+            return names[:1] * bs
+        return tuple(UNDRAFTED if index < 0 else names[index] for index in plan.who)
+
+    def _plan(self, batch: Batch, scheduled: Scheduled) -> DraftPlan | None:
+        """Return who drafts for each request, and how much; None: the first algorithm for all, as
+        much as there is room for."""
+        most, wishes = scheduled.max_draft_nodes, scheduled.wishes
+        if scheduled.drafter is not None:
+            return DraftPlan(who=(scheduled.drafter,) * len(most), most_nodes=most)
+        asks = self._hooks.plans_drafts and not scheduled.is_warm_up
+        if not asks and not wishes:
+            return None
+        choices = DraftChoices.of(self._drafters, most, wishes, scheduled.verify_budget)
+        if not asks:
+            return choices.default()
+        return self._hooks.plan_drafts(self._runtime, batch, choices)
+
+    def _propose(
+        self, batch: Batch, draft_input: DraftInput, plan: DraftPlan | None, roots: Tensor
+    ) -> Draft:
+        """Return what is drafted as planned. Where nobody drafts no plugin is called, and the
+        target verifies the roots, as in plain decoding.
+
+        Args:
+            roots: [bs] int64, the core's own.
+        """
+        hooks, runtime = self._hooks, self._runtime
+        if plan is None:
+            return hooks.propose(runtime, batch, draft_input, roots=roots)
+        if all(index < 0 for index in plan.who):
+            return Draft.chain(roots.unsqueeze(1))
+        batch.max_draft_nodes, batch.max_draft_slots = plan.most_nodes, batch.max_draft_nodes
+        if plans_within(runtime):
+            batch.drafters = plan.who
+            return hooks.propose(runtime, batch, draft_input, roots=roots)
+
+        def propose(part: Batch, given: DraftInput) -> Draft:
+            lent = attrs.evolve(given, bonus_tokens=given.bonus_tokens.clone())
+            return hooks.propose(runtime, part, lent, roots=given.bonus_tokens)
+
+        planned = attrs.evolve(batch, drafters=plan.who)
+        own = attrs.evolve(draft_input, bonus_tokens=roots)
+        return propose_planned(planned, own, [Proposer(propose, lambda name: True)])
+
+    def _cut(self, draft: Draft, most: tuple[int, ...], scheduled: Scheduled) -> Draft:
         """Cut a draft to what each request has room for, and to the step's budget."""
-        most, budget = scheduled.max_draft_nodes, scheduled.verify_budget
-        rows = scheduled.req_indices
+        budget, rows = scheduled.verify_budget, scheduled.req_indices
         if draft.is_wider(most):
             draft = narrow(draft, most, self.calibration.survival(draft, rows))
         if budget is not None and budget < draft.total:

@@ -106,6 +106,7 @@ class Part:
     Attributes:
         name: the algorithm's.
         config: its settings, as it takes them.
+        has_draft_model: whether it has weights of its own.
 
     Raises:
         UsageError: the part refuses its settings, or cannot be a part here.
@@ -117,6 +118,7 @@ class Part:
     ) -> None:
         selected = Registry().select(algorithm)
         self.name, held = selected.name, runtime.config
+        self.has_draft_model = selected.info.capabilities.draft_model
         self._prefix = f"{self.name}."
         self._hooks = HookCalls(build_plugin_manager(selected, (), CoreDefaults()), selected)
         if not self._hooks.core_verifies:

@@ -5,15 +5,74 @@ All that says who drafts for whom is known on the host, so nothing here reads th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import attrs
 import torch
 from torch import Tensor
 
 from specplug.speculative.draft import Draft, DraftInput, arange
-from specplug.speculative.hook_order import Batch
 from specplug.speculative.host_copy import upload
+from specplug.speculative.joint_algorithm import JointWorker
+from specplug.speculative.several_algorithms import SeveralWorker
+
+if TYPE_CHECKING:
+    from specplug.speculative.hook_order import Batch
+    from specplug.speculative.runtime import Runtime
+
+
+def drafters_of(runtime: Runtime) -> Mapping[str, int]:
+    """Return the algorithms that can draft in a run, and the most nodes of each one's drafts."""
+    if isinstance(runtime.worker, SeveralWorker):
+        return {part.name: part.config.num_draft_tokens for part in runtime.worker.parts}
+    return {runtime.config.algorithm: runtime.config.num_draft_tokens}
+
+
+def plans_within(runtime: Runtime) -> bool:
+    """Return whether the run's algorithm itself gives each request to one that drafts."""
+    return isinstance(runtime.worker, SeveralWorker)
+
+
+@attrs.frozen
+class WarmDrafter:
+    """A choice that the warm-up makes for all requests of its steps.
+
+    Attributes:
+        who: as in ``DraftPlan.who``; None: it is not chosen who drafts.
+        num_draft_tokens: the most nodes of its drafts.
+        widths: of drafts that are narrower than the widest though there is room.
+        is_ragged: whether its drafts are as wide as there is something to propose.
+    """
+
+    who: int | None
+    num_draft_tokens: int
+    widths: tuple[int, ...] = ()
+    is_ragged: bool = False
+
+
+def warm_drafters(runtime: Runtime, *, plans: bool, has_draft_cache: bool) -> list[WarmDrafter]:
+    """Return the choices that a run may make for all requests of a step.
+
+    Args:
+        plans: whether a plugin chooses.
+        has_draft_cache: whether a single algorithm has a KV cache of its own.
+    """
+    worker, most = runtime.worker, runtime.config.num_draft_tokens
+    if isinstance(worker, SeveralWorker):
+        found = [
+            _warm_drafter(who, part.config.num_draft_tokens, part.worker, part.has_draft_model)
+            for who, part in enumerate(worker.parts)
+        ]
+    else:
+        found = [_warm_drafter(None, most, worker, has_draft_cache)]
+    nobody = [WarmDrafter(-1, 1)] if most > 1 and (plans or plans_within(runtime)) else []
+    return [*found, *nobody]
+
+
+def _warm_drafter(who: int | None, most: int, worker: object, has_model: bool) -> WarmDrafter:
+    widths = worker.draft_widths if isinstance(worker, JointWorker) else ()
+    return WarmDrafter(who, most, widths, not (widths or has_model or most == 1))
 
 
 @attrs.frozen(eq=False)
@@ -22,12 +81,10 @@ class Proposer:
 
     Attributes:
         propose: of its hooks: takes a batch and its draft input.
-        num_draft_tokens: the most nodes of its drafts.
         owns: whether a state of the draft input, by its name, is its own.
     """
 
     propose: Callable[[Batch, DraftInput], Draft]
-    num_draft_tokens: int
     owns: Callable[[str], bool]
 
 

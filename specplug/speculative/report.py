@@ -48,6 +48,8 @@ class StepReport:
         sampled: for each, whether the step ended its prompt and so gave a token.
         decode_ids: requests that took a decode step.
         proposed: nodes of each one's draft as the algorithm made it, the root included.
+        drafters: what drafted for each, by name; "NONE" where nothing did.
+        planned: the most nodes that were to be drafted for each, the root included.
         widths: nodes verified for each, the root included: fewer where a draft was cut.
         depth: of the deepest draft, below its root.
         accept_lens: tokens accepted for each, the bonus token included.
@@ -81,6 +83,8 @@ class StepReport:
     sampled: tuple[bool, ...] = ()
     decode_ids: tuple[str, ...] = ()
     proposed: tuple[int, ...] = ()
+    drafters: tuple[str, ...] = ()
+    planned: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
     depth: int = 0
     accept_lens: tuple[int, ...] = ()

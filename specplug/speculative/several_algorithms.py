@@ -210,9 +210,7 @@ class SeveralAlgorithms:
         from specplug.speculative.planned_drafts import Proposer, propose_planned
 
         parts: Sequence[Part] = runtime.worker.parts
-        proposers = [
-            Proposer(part.propose, part.config.num_draft_tokens, part.owns) for part in parts
-        ]
+        proposers = [Proposer(part.propose, part.owns) for part in parts]
         return propose_planned(batch, draft_input, proposers)
 
 

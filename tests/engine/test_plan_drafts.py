@@ -1,0 +1,238 @@
+"""The hook ``plan_drafts``: who drafts for each request of a step, and how much."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from specplug import (
+    LLM,
+    Batch,
+    DraftChoices,
+    DraftPlan,
+    PluginError,
+    Runtime,
+    SamplingParams,
+    StepReport,
+    UsageError,
+    hookimpl,
+)
+
+TEXT = "def area(width, height):\n    return width * height\n\n\ndef "
+PROMPTS = [
+    TEXT,
+    TEXT + "area(width, height):\n",
+    "import os\nimport ",
+    "class Shape:\n    def ",
+    TEXT + TEXT,
+]
+PARAMS = [
+    SamplingParams(max_tokens=40, ignore_eos=True),
+    SamplingParams(max_tokens=36, temperature=0.7, seed=5, ignore_eos=True),
+    SamplingParams(max_tokens=24, presence_penalty=0.4, ignore_eos=True),
+    SamplingParams(max_tokens=24, regex="[a-z]{3,40}"),
+    SamplingParams(max_tokens=30, temperature=1.0, top_k=20, seed=7, frequency_penalty=0.3),
+]
+SMALL: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_total_tokens": 2048}
+
+
+class Dice:
+    """Throws dice: who drafts for each request in each step, and how much."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random = random.Random(seed)
+        self.reports: list[StepReport] = []
+
+    @hookimpl
+    def plan_drafts(self, batch: Batch, choices: DraftChoices) -> DraftPlan:
+        assert not batch.is_warm_up
+        who = tuple(self.random.randint(-1, len(choices.names) - 1) for _ in choices.most_nodes)
+        if not self.random.randrange(4):
+            who = (who[0],) * len(who)
+        most = tuple(self.random.randint(1, most) for most in choices.most_nodes)
+        return DraftPlan(who=who, most_nodes=most)
+
+    @hookimpl
+    def on_step(self, report: StepReport) -> None:
+        self.reports.append(report)
+
+    @property
+    def drafters(self) -> Counter[str]:
+        """How often each drafted for a request."""
+        return Counter(name for report in self.reports for name in report.drafters)
+
+
+class Always(Dice):
+    """Has the same ones draft in turn, for all requests, as much as they can."""
+
+    def __init__(self, *who: int) -> None:
+        super().__init__()
+        self.who, self.steps = who, 0
+
+    @hookimpl
+    def plan_drafts(self, choices: DraftChoices) -> DraftPlan:
+        self.steps += 1
+        who = (self.who[self.steps % len(self.who)],) * choices.size
+        return DraftPlan(who=who, most_nodes=choices.most_nodes)
+
+
+def generate(
+    algorithm: Any, *extensions: object, params: Any = PARAMS, **settings: Any
+) -> tuple[list[Any], dict[str, Any]]:
+    given = {**SMALL, **settings, "extensions": extensions}
+    with LLM(speculative_algorithm=algorithm, **given) as llm:
+        prompts = PROMPTS * -(-len(params) // len(PROMPTS)) if isinstance(params, list) else PROMPTS
+        outputs = llm.generate(
+            prompts[: len(params)] if isinstance(params, list) else prompts, params
+        )
+        return [output.token_ids for output in outputs], llm.stats()
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[Any]:
+    return generate("NONE")[0]
+
+
+TREES = "NGRAM:topk=3,tokens=9,EAGLE3:steps=3,topk=3,tokens=12"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [
+        ("NGRAM,EAGLE3", {}),
+        ("NGRAM,EAGLE3", {"disable_overlap_schedule": True, "page_size": 1}),
+        (TREES, {"page_size": 4, "chunked_prefill_size": 8}),
+        (TREES, {"page_size": 4, "max_total_tokens": 224, "enable_mixed_chunk": True}),
+        (TREES, {"page_size": 16, "max_running_requests": 2, "verify_budget": 6}),
+        ("EAGLE3,NGRAM", {"max_running_requests": 1, "disable_overlap_schedule": True}),
+        ("NGRAM,EAGLE3+NGRAM,DFLASH", {"page_size": 4, "disable_radix_cache": True}),
+        ("EAGLE,MULTI_LAYER_EAGLE,STANDALONE", {"page_size": 2}),
+        ("EAGLE3", {}),
+        ("EAGLE3", {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 12}),
+        ("NGRAM", {"page_size": 1}),
+        ("EAGLE3+NGRAM", {"max_total_tokens": 224, "page_size": 4}),
+        ("NONE", {}),
+    ],
+)
+def test_tokens_are_nones_whatever_dice_choose(
+    algorithm: str, settings: dict[str, Any], plain: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specplug.debug.DEBUG", True)
+    dice = Dice()
+    found, _ = generate(algorithm, dice, params=3 * PARAMS, **settings)
+    assert found == 3 * plain
+    names = {part.partition(":")[0] for part in algorithm.split(",") if part[:1].isupper()}
+    assert set(dice.drafters) == names | {"NONE"}
+    for report in dice.reports:
+        for drafter, planned, width in zip(
+            report.drafters, report.planned, report.widths, strict=True
+        ):
+            assert width <= planned
+            assert drafter != "NONE" or width == 1
+
+
+@pytest.mark.parametrize(("index", "name"), [(0, "NGRAM"), (1, "EAGLE3")])
+def test_one_that_always_drafts_drafts_as_if_alone(index: int, name: str) -> None:
+    params = SamplingParams(max_tokens=64, ignore_eos=True)
+    _, alone = generate(name, params=params)
+    _, found = generate("NGRAM,EAGLE3", Always(index), params=params)
+    for total in ("proposed", "drafted", "accepted", "verifications", "accepted_by_length"):
+        assert found[total] == alone[total]
+
+
+@pytest.mark.parametrize("other", [0, -1])
+def test_draft_model_keeps_up_while_it_does_not_draft(other: int) -> None:
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    _, alone = generate("EAGLE3", params=params)
+    _, found = generate("NGRAM,EAGLE3", Always(1, other), params=params)
+    length = found["accepted_by_drafter"]["EAGLE3"] / found["verifications_by_drafter"]["EAGLE3"]
+    assert length > 0.97 * alone["mean_accept_length"]
+
+
+def test_statistics_tell_what_each_one_brought() -> None:
+    _, stats = generate("NGRAM,EAGLE3", Dice())
+    for total in ("verifications", "drafted", "accepted"):
+        by_drafter = stats[f"{total}_by_drafter"]
+        assert set(by_drafter) == {"NGRAM", "EAGLE3", "NONE"}
+        assert sum(by_drafter.values()) == stats[total]
+    assert stats["drafted_by_drafter"]["NONE"] == 0
+
+
+def test_where_nobody_drafts_no_propose_is_called() -> None:
+    class Counting(Always):
+        @hookimpl
+        def propose(self, runtime: Runtime) -> None:
+            raise AssertionError("nobody drafts")
+
+    _, stats = generate("EAGLE3", Counting(-1))
+    assert stats["drafted"] == 0
+
+
+def test_a_wrong_plan_is_told_with_the_hook() -> None:
+    class Wrong:
+        @hookimpl
+        def plan_drafts(self, choices: DraftChoices) -> DraftPlan:
+            return DraftPlan(who=(2,) * choices.size, most_nodes=choices.most_nodes)
+
+    with LLM(speculative_algorithm="NGRAM,EAGLE3", extensions=[Wrong()], **SMALL) as llm:
+        (output,) = llm.generate(TEXT, SamplingParams(max_tokens=4))
+    assert "plan_drafts" in str(output.error)
+    assert "who=(2,); expected a tuple with one integer from -1 to 1" in str(output.error)
+
+
+# What a request asks for
+
+
+def test_a_request_chooses_who_drafts_and_how_much() -> None:
+    params = [
+        SamplingParams(max_tokens=24, ignore_eos=True, **wish)  # type: ignore[arg-type]
+        for wish in (
+            {"speculative_algorithm": "eagle3"},
+            {"speculative_algorithm": "NONE"},
+            {"max_draft_tokens": 2},
+            {"max_draft_tokens": 0},
+        )
+    ]
+    dice = Dice()
+    for plugins in ((dice,), (Always(0),), ()):
+        seen = Dice.__new__(Dice)
+        del seen
+        watch = Watch()
+        generate("NGRAM,EAGLE3", *plugins, watch, params=params)
+        assert watch.drafters["0"] <= {"EAGLE3", "NONE"}
+        assert watch.drafters["1"] == {"NONE"}
+        assert watch.drafters["3"] == {"NONE"}
+        assert watch.widest["2"] <= 3
+    assert watch.drafters["0"] == {"EAGLE3"}
+
+
+class Watch:
+    """Keeps who drafted for each request, and its widest draft."""
+
+    def __init__(self) -> None:
+        self.drafters: dict[str, set[str]] = {}
+        self.widest: Counter[str] = Counter()
+
+    @hookimpl
+    def on_step(self, report: StepReport) -> None:
+        for name, drafter, width in zip(
+            report.decode_ids, report.drafters, report.widths, strict=True
+        ):
+            self.drafters.setdefault(name, set()).add(drafter)
+            self.widest[name] = max(self.widest[name], width)
+
+
+def test_an_algorithm_that_does_not_run_is_refused() -> None:
+    with (
+        LLM(speculative_algorithm="NGRAM,EAGLE3", **SMALL) as llm,
+        pytest.raises(
+            UsageError,
+            match="speculative_algorithm='EAGLE': expected one of this run's: NGRAM, EAGLE3, NONE",
+        ),
+    ):
+        llm.generate(TEXT, SamplingParams(speculative_algorithm="EAGLE"))
+    with pytest.raises(UsageError, match="max_draft_tokens=-1: expected an integer of at least 0"):
+        SamplingParams(max_draft_tokens=-1)
