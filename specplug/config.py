@@ -36,6 +36,8 @@ _WHY_TWO = "for a prompt's token and one after it"
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 WARM_UPS = ("auto", "on", "off")
+MEASURED, FIRST = "measured", "first"
+DRAFT_CHOICES = (MEASURED, FIRST)
 DISAGGREGATION_MODES = ("prefill", "decode", "both")
 
 RANKS, INSTANCES = "ranks", "instances"
@@ -258,6 +260,24 @@ class EngineConfig:
         group="Speculation",
         unit="tokens",
         unset="all that are drafted",
+    )
+    draft_choice: str | None = setting(
+        None,
+        Choice(DRAFT_CHOICES, f"{', '.join(DRAFT_CHOICES)}, or None"),
+        "Who drafts for each request of a step, and how much. measured: whatever gives the most "
+        "tokens a second, by what was accepted and by how long steps take. first: the first "
+        "algorithm that the request allows, as much as it can.",
+        group="Speculation",
+        unset="measured for several algorithms, first for one",
+        agree=(RANKS,),
+    )
+    deterministic_drafts: bool = setting(
+        False,
+        Flag(),
+        "Choose drafts by declared costs instead of by measured time, so that the steps of a run "
+        "repeat one by one. No choice changes a token.",
+        group="Speculation",
+        agree=(RANKS,),
     )
     disable_overlap_schedule: bool = setting(
         False,

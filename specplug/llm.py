@@ -75,6 +75,8 @@ class LLM:
         max_model_len: int | None = None,
         enable_mixed_chunk: bool = False,
         verify_budget: int | None = None,
+        draft_choice: str | None = None,
+        deterministic_drafts: bool = False,
         disable_overlap_schedule: bool = False,
         disable_radix_cache: bool = False,
         disable_cuda_graph: bool = False,

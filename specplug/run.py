@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from specplug.algorithm import AlgorithmInfo, SpecConfig
-from specplug.config import EngineConfig
+from specplug.config import MEASURED, EngineConfig
 from specplug.disagg.instances import identity_of, make_decode_instance
 from specplug.disagg.prefill_loop import PrefillLoop
 from specplug.distributed.rank_group import RankGroup, join_ranks
@@ -39,6 +39,7 @@ from specplug.model.loading import (
 from specplug.model.model_runner import ModelRunner
 from specplug.model.sampler import Sampler
 from specplug.speculative.algorithm_start import StartedAlgorithm, start_algorithm
+from specplug.speculative.choice.measured_choice import MeasuredChoice
 from specplug.speculative.draft_state import state_spec
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.output_kind import OutputKind
@@ -188,9 +189,18 @@ def _start_algorithm(
         resolve,
         host=EMBEDDED,
         disable_extensions=config.disable_extensions,
-        extensions=config.extensions,
+        extensions=(*_choice_of(config), *config.extensions),
         calls=HookCalls,
     )
+
+
+def _choice_of(config: EngineConfig) -> list[object]:
+    """Return the core's choice of drafts as a plugin, where there is one. It comes before the
+    extensions, which are asked first so."""
+    named, choice = config.speculative_algorithm, config.draft_choice
+    several = isinstance(named, tuple) or (isinstance(named, str) and "," in named)
+    plugin = MeasuredChoice(deterministic=config.deterministic_drafts)
+    return [plugin] if choice == MEASURED or (choice is None and several) else []
 
 
 def _load(

@@ -15,7 +15,7 @@ PARAMS = [
     SamplingParams(max_tokens=40, temperature=0.7, seed=5, ignore_eos=True),
     SamplingParams(max_tokens=24, presence_penalty=0.4, ignore_eos=True),
 ]
-SMALL = {"device": "cpu", "dtype": "float32", "max_total_tokens": 1024}
+SMALL = {"device": "cpu", "dtype": "float32", "max_total_tokens": 1024, "draft_choice": "first"}
 LONG = SamplingParams(max_tokens=96, ignore_eos=True)
 
 
