@@ -37,7 +37,7 @@ _FIRST = 0.7
 """The probability of acceptance that is assumed at first, at any depth."""
 _FIRST_NODES = 2.0
 """How many nodes that counts as."""
-_REFRESH = 8
+_REFRESH = 16
 """Observations after which the tables are made anew; sooner at first."""
 
 
@@ -139,29 +139,34 @@ class Acceptance:
         shift = (trust * pulls / (weights + _PRIOR)).sum(1)
         self._cells[place] = _cells(shift)
 
-    def fade(self, rows: Array) -> None:
+    def fade(self, rows: Array, steps: int = 1) -> None:
         """Let what is known of requests at a step fade a little towards the run's rates, whether
         or not they drafted: so what was not tried for long is tried again."""
-        self._weights[rows] *= _IDLE
-        pulls = self._pulls[rows] * _IDLE
+        idle = _IDLE**steps
+        self._weights[rows] *= idle
+        pulls = self._pulls[rows] * idle
         self._pulls[rows] = pulls
         shift = (self._trust[rows] * pulls / (self._weights[rows] + _PRIOR)).sum(-1)
         self._cells[rows] = _cells(shift)
 
     def _count(self, of: Array, seen: Array, got: Array) -> None:
         """Count nodes for the run's rates."""
-        for algorithm in np.unique(of):
-            mine = of == algorithm
-            tries = np.bincount(seen[mine], minlength=self.depth + 1)[::-1].cumsum()[::-1][1:]
-            hits = np.bincount(got[mine], minlength=self.depth + 1)[::-1].cumsum()[::-1][1:]
-            kept = _FADING**tries
-            self._seen[algorithm] = self._seen[algorithm] * kept + tries
-            self._taken[algorithm] = self._taken[algorithm] * kept + hits
+        tries, hits = (self._at_least(of, deep) for deep in (seen, got))
+        kept = _FADING**tries
+        self._seen = self._seen * kept + tries
+        self._taken = self._taken * kept + hits
         self._since += 1
         self._observed += 1
         if self._since >= min(_REFRESH, self._observed):
             self._since = 0
             self._refresh()
+
+    def _at_least(self, of: Array, deep: Array) -> Array:
+        """Return how many drafts of each algorithm are at least 1, 2, … deep, [A, D]."""
+        algorithms, columns = len(self._order), self.depth + 1
+        counts = np.bincount(of * columns + deep, minlength=algorithms * columns)
+        found: Array = counts.reshape(algorithms, columns)[:, :0:-1].cumsum(1)[:, ::-1]
+        return found
 
     def _refresh(self) -> None:
         """Make the tables of every shift, from the run's rates; at a depth that was seldom reached

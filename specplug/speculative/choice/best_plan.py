@@ -154,6 +154,8 @@ def _for_many(survival: Array, costs: Costs, rate: float) -> Plan | None:
             who = np.full(bs, allowed[0])
         else:
             who = np.asarray(allowed)[worth[:, allowed].argmax(1)]
+            if (who == who[0]).all():
+                continue  # as one of the sets of one
         plan = _compared(survival[np.arange(bs), who], who, allowed, costs)
         if best is None or plan.rate > best.rate:
             best = plan

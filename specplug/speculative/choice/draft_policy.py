@@ -14,6 +14,8 @@ from specplug.speculative.choice.trials import Trials, hope
 
 Array = np.ndarray
 
+_FADED = 4
+"""Steps after which what is known of requests fades, by so many steps at once."""
 _NEW = 24
 """Steps without a trial that a new request begins with, for each algorithm."""
 
@@ -104,7 +106,8 @@ class DraftPolicy:
         )
         # A request that has ended is forgotten before its last step is told.
         rows = np.array([self._rows.get(each, -1) for each in outcome.request_ids], dtype=np.int64)
-        self.acceptance.fade(rows[rows >= 0])
+        if self._step % _FADED == 0:
+            self.acceptance.fade(rows[rows >= 0], _FADED)
         drafted = np.flatnonzero((who >= 0) & (asked > 0) & (rows >= 0))
         if len(drafted):
             accepted = np.asarray(outcome.accepted, dtype=np.int64)[drafted]

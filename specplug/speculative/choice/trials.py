@@ -29,8 +29,8 @@ _FRESH = 4
 """Steps for which an algorithm is known as well as it can be."""
 _DEPTHS = 3, 1
 """How deep a trial drafts at most: the first that can be paid for."""
-_FEW = 8
-"""Requests up to which trials are looked for in every second step; of more in every fourth one."""
+_FEW, _FIRST = 8, 32
+"""Requests up to which trials are looked for in each of the first steps; else in every fourth."""
 
 
 class Trials:
@@ -76,7 +76,7 @@ class Trials:
 
     def is_due(self, bs: int) -> bool:
         """Return whether to look for other drafts to try in this step."""
-        return self._step % (2 if bs <= _FEW else 4) == 0
+        return (bs <= _FEW and self._step < _FIRST) or self._step % 4 == 0
 
     def mended(
         self, plan: Plan, survival: Array, hopeful: Array, ages: Array, costs: Costs
