@@ -18,8 +18,8 @@ accept.
 ``create_worker``, then the KV pool is made, ``create_future_map``. In a run, ``HookOrder`` in
 ``specplug/speculative/hook_order.py`` is the order, and every host drives it::
 
-    decode    resolve the future map -> on_host_tensors, if a step has left some
-              -> plan_drafts
+    decode    resolve the future map -> plan_drafts
+              -> on_host_tensors, if a step has left some
               -> propose (a part of another algorithm: or grow_draft)
               -> the target's pass over T nodes -> verify
               -> compact the accepted path -> build_draft_input (the draft extend)

@@ -128,8 +128,9 @@ class EngineRuntime(RuntimeBase):
             )
         taken = {name for other in self._outputs.values() for name in other.tensor_names}
         if output.is_sampled:  # what algorithms read in the same container
-            taken |= {AUX_HIDDEN_STATES, LM_HEAD_INPUT}
-        if output.name in self._outputs or output.name in taken:
+            taken.add(LM_HEAD_INPUT)
+        is_captured = output.is_sampled and output.name.startswith(AUX_HIDDEN_STATES)
+        if output.name in self._outputs or output.name in taken or is_captured:
             raise PluginError(
                 f"add_output: there is an output {output.name!r} already; expected another name"
             )

@@ -54,7 +54,7 @@ class HiddenStateCapture:
         self.decoder = _decoder(model)
         self.layers = _layers(self.decoder, type(model).__name__)
         self._routers = _routers(model)
-        self._layer_ids: tuple[int, ...] = ()
+        self._layer_ids: dict[str, tuple[int, ...]] = {}
         self._keeps_lm_head_input = False
         self._kept: dict[Hashable, Tensor] = {}
         self._points: tuple[Point, ...] = ()
@@ -69,7 +69,7 @@ class HiddenStateCapture:
     @property
     def layer_ids(self) -> tuple[int, ...]:
         """The layers whose inputs are kept on every pass."""
-        return self._layer_ids
+        return tuple(dict.fromkeys(i for ids in self._layer_ids.values() for i in ids))
 
     @property
     def num_routers(self) -> int:
@@ -85,28 +85,39 @@ class HiddenStateCapture:
         """Keep the hidden states before these decoder layers on every pass; the number of layers
         stands for those after the last one, before the final norm.
 
+        Returns:
+            Their name: another one for each other choice of layers.
+
         Raises:
             UsageError: there is no such layer.
         """
-        last = len(self.layers)
-        for layer_id in layer_ids:
+        for name, kept in self._layer_ids.items():
+            if kept == layer_ids:
+                return name
+        last, known = len(self.layers), {i for ids in self._layer_ids.values() for i in ids}
+        for layer_id in dict.fromkeys(layer_ids):
             if not 0 <= layer_id <= last:
                 raise UsageError(
                     f"layer {layer_id} of the target: it has layers 0 to {last - 1}; "
                     "the draft model was made for another target"
                 )
+            if layer_id in known:
+                continue
             key = AUX_HIDDEN_STATES, layer_id
             if layer_id == last:
                 self.layers[-1].register_forward_hook(_keep_output(self._kept, key))
             else:
                 hook = _keep_input(self._kept, key)
                 self.layers[layer_id].register_forward_pre_hook(hook, with_kwargs=True)
-        self._layer_ids = layer_ids
-        return AUX_HIDDEN_STATES
+        number = len(self._layer_ids)
+        name = f"{AUX_HIDDEN_STATES}_{number + 1}" if number else AUX_HIDDEN_STATES
+        self._layer_ids[name] = layer_ids
+        return name
 
     def keep_lm_head_input(self) -> str:
         """Keep what leaves the final norm on every pass."""
-        self.decoder.register_forward_hook(_keep_output(self._kept, LM_HEAD_INPUT))
+        if not self._keeps_lm_head_input:
+            self.decoder.register_forward_hook(_keep_output(self._kept, LM_HEAD_INPUT))
         self._keeps_lm_head_input = True
         return LM_HEAD_INPUT
 
@@ -131,9 +142,11 @@ class HiddenStateCapture:
     def collect(self) -> dict[str, Tensor]:
         """Return what algorithms have asked for, of the last pass, by name, leading size R."""
         kept, found = self._kept, {}
-        if self._layer_ids:
-            states = [kept[AUX_HIDDEN_STATES, i].squeeze(0) for i in self._layer_ids]
-            found[AUX_HIDDEN_STATES] = torch.cat(states, dim=-1)
+        for name, layer_ids in self._layer_ids.items():
+            if not layer_ids:
+                continue
+            states = [kept[AUX_HIDDEN_STATES, i].squeeze(0) for i in layer_ids]
+            found[name] = torch.cat(states, dim=-1)
         if self._keeps_lm_head_input:
             found[LM_HEAD_INPUT] = kept[LM_HEAD_INPUT].squeeze(0)
         return found

@@ -39,7 +39,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import attrs
@@ -324,6 +323,9 @@ class HookOrder:
         self._future_map = future_map
         self.committed = FutureMap(runtime.req_table_size, runtime.device)
         self.calibration = Calibration(runtime.req_table_size, runtime.device)
+        # Those that can draft, and the most nodes of each one's drafts.
+        self._drafters = drafters_of(runtime)
+        self._plans_within = plans_within(runtime)
         # A subclass may count the steps, or copy their tokens: it hears of each one.
         self._hears_all = not is_plain(future_map)
 
@@ -372,11 +374,6 @@ class HookOrder:
             planned=most,
         )
 
-    @cached_property
-    def _drafters(self) -> Mapping[str, int]:
-        """Those that can draft, and the most nodes of each one's drafts."""
-        return drafters_of(self._runtime)
-
     def _names(self, plan: DraftPlan | None, bs: int) -> tuple[str, ...]:
         """Return what drafts for each request."""
         names = tuple(self._drafters)
@@ -413,7 +410,7 @@ class HookOrder:
         if all(index < 0 for index in plan.who):
             return Draft.chain(roots.unsqueeze(1))
         batch.max_draft_nodes, batch.max_draft_slots = plan.most_nodes, batch.max_draft_nodes
-        if plans_within(runtime):
+        if self._plans_within:
             batch.drafters = plan.who
             return hooks.propose(runtime, batch, draft_input, roots=roots)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from specplug.speculative.draft import Draft, DraftInput, arange
 from specplug.speculative.host_copy import upload
 from specplug.speculative.joint_algorithm import JointWorker
-from specplug.speculative.several_algorithms import SeveralWorker
+from specplug.speculative.several_worker import SeveralWorker
 
 if TYPE_CHECKING:
     from specplug.speculative.hook_order import Batch

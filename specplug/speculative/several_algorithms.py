@@ -31,12 +31,12 @@ from specplug.speculative.joint_algorithm import (
     settings_of_part,
     validated_part,
 )
+from specplug.speculative.several_worker import SeveralWorker
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from specplug.speculative.draft import Draft, DraftInput
-    from specplug.speculative.draft_state import StateTensor
     from specplug.speculative.hook_order import Batch
     from specplug.speculative.part import Part
     from specplug.speculative.runtime import Runtime
@@ -49,20 +49,6 @@ _ARGUMENTS = {
     "draft": "draft_model_path",
 }
 """The argument of ``SpecConfig.resolve`` for each setting in ``NAME:setting=value``."""
-
-
-@attrs.frozen(eq=False)
-class SeveralWorker:
-    """The parts of a run, each of which drafts for the requests that are given to it.
-
-    Attributes:
-        parts: in the order of the algorithm's name.
-    """
-
-    parts: Sequence[Part]
-
-    def state_spec(self) -> Mapping[str, StateTensor]:
-        return {name: t for part in self.parts for name, t in part.state_spec().items()}
 
 
 class SeveralAlgorithms:

@@ -116,6 +116,7 @@ def test_every_served_setting_reaches_the_engine() -> None:
         "presence_penalty": 1, "frequency_penalty": -1, "logit_bias": {"3": -1.5}, "seed": 4,
         "stop": ["a"], "stop_token_ids": [7], "ignore_eos": True, "skip_special_tokens": False,
         "regex": "a+", "n": 2, "min_tokens": 3, "cache_salt": "us",
+        "speculative_algorithm": "NONE", "max_draft_tokens": 3,
     }  # fmt: skip
     params = sampling_params(CompletionRequest.model_validate({"prompt": "x", **given}))
     sent = SamplingParams.from_json(json.loads(json.dumps(params.as_json())))

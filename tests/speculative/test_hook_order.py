@@ -21,8 +21,10 @@ from specplug import (
     Batch,
     CommittedOutput,
     Draft,
+    DraftChoices,
     DraftFiles,
     DraftInput,
+    DraftPlan,
     FutureMap,
     HostCapabilities,
     RequestReport,
@@ -163,6 +165,11 @@ class Everything:
     ) -> DraftInput:
         self._note("build_disagg_draft_input", runtime, batch, last_tokens, future_map)
         return DraftInput(bonus_tokens=last_tokens, state={"seen": batch.seq_lens.clone()})
+
+    @hookimpl
+    def plan_drafts(self, runtime: Any, batch: Batch, choices: DraftChoices) -> DraftPlan | None:
+        self._note("plan_drafts", runtime, batch, choices)
+        return None
 
     @hookimpl
     def propose(self, runtime: Any, batch: Batch, draft_input: DraftInput) -> Draft:
@@ -367,6 +374,7 @@ class ToyHost:
 
 
 PROMPTS = {2: (1, 2, 3, 4, 5), 5: (6, 0, 9), 4: (8, 8, 8, 10)}
+DRAFT = ["plan_drafts", "on_host_tensors", "propose"]
 FEED = ["build_draft_input", "publish", "stash"]
 
 
@@ -419,14 +427,14 @@ def test_decode_step_calls_resolve_to_stash(host: ToyHost) -> None:
     assert host.events == FEED
     host.events.clear()
     host.decode([2, 5])
-    assert host.events == ["resolve", "on_host_tensors", "propose", "verify", *FEED]
+    assert host.events == ["resolve", *DRAFT, "verify", *FEED]
 
 
 def test_host_that_verifies_calls_no_verify_hook(host: ToyHost) -> None:
     host.prefill(PROMPTS)
     host.events.clear()
     host.decode_verifying_itself([2, 5])
-    assert host.events == ["resolve", "on_host_tensors", "propose", *FEED]
+    assert host.events == ["resolve", *DRAFT, *FEED]
 
 
 def test_plugins_map_hears_of_steps_that_no_draft_follows(host: ToyHost) -> None:
