@@ -113,6 +113,7 @@ TREES = "NGRAM:topk=3,tokens=9,EAGLE3:steps=3,topk=3,tokens=12"
         ("EAGLE3,NGRAM", {"max_running_requests": 1, "disable_overlap_schedule": True}),
         ("NGRAM,EAGLE3+NGRAM,DFLASH", {"page_size": 4, "disable_radix_cache": True}),
         ("EAGLE,MULTI_LAYER_EAGLE,STANDALONE", {"page_size": 2}),
+        (TREES, {"disaggregation": "both", "page_size": 4}),
         ("EAGLE3", {}),
         ("EAGLE3", {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 12}),
         ("NGRAM", {"page_size": 1}),

@@ -89,6 +89,8 @@ class RequestSubset:
             first_chunk=self._each(batch.first_chunk),
             last_chunk=self._each(batch.last_chunk),
             max_draft_nodes=self._each(batch.max_draft_nodes),
+            max_draft_slots=self._each(batch.max_draft_slots),
+            drafters=self._each(batch.drafters),
             attention=None,
         )
 
