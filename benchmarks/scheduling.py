@@ -125,6 +125,8 @@ class ReadySteps(StepRunner):
                 outputs=None,
                 proposed=(1,) * size,
                 counts=(1,) * size,
+                drafters=(),
+                planned=(),
                 chances=None,
             )
         for part in ("propose", "target", "verify", "extend"):

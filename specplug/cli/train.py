@@ -82,7 +82,12 @@ def _check_alone(ctx: click.Context) -> None:
 )  # fmt: skip
 @click.option("--learning-rate", type=click.FloatRange(min=0, min_open=True), metavar="X")
 @click.option(
-    "--regenerate", type=click.IntRange(min=0), default=512, show_default=True, metavar="N",
+    "--texts", type=COUNT, metavar="N", show_default="all, on a CPU 4500",
+    help="The most texts to train on. A CPU sees each a few times, and keeps its features.",
+)  # fmt: skip
+@click.option(
+    "--regenerate", type=click.IntRange(min=0), metavar="N",
+    show_default="512, on a CPU 0 if the data are texts",
     help="Texts that the target writes, from beginnings of the data's; 0: the data as they are.",
 )  # fmt: skip
 @click.option(
@@ -90,7 +95,7 @@ def _check_alone(ctx: click.Context) -> None:
     help="The share of the data's own texts among the rows, where the target wrote some.",
 )  # fmt: skip
 @click.option(
-    "--repeat", type=click.FloatRange(0, 1), default=0.15, show_default=True, metavar="X",
+    "--repeat", type=click.FloatRange(0, 1), default=0.33, show_default=True, metavar="X",
     help="The share of rows that say a piece of the data again and again: a draft learns to copy.",
 )  # fmt: skip
 @click.option(

@@ -69,7 +69,7 @@ class HiddenStateCapture:
     @property
     def layer_ids(self) -> tuple[int, ...]:
         """The layers whose inputs are kept on every pass."""
-        return tuple(dict.fromkeys(i for ids in self._layer_ids.values() for i in ids))
+        return tuple(i for ids in self._layer_ids.values() for i in ids)
 
     @property
     def num_routers(self) -> int:

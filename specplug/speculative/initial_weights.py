@@ -16,12 +16,14 @@ HEADS = ("num_attention_heads", "n_head", "n_heads")
 """As ``config.json`` calls the number of attention heads."""
 
 
-def layer_sizes(runtime: TrainingRuntime) -> dict[str, Any]:
+def layer_sizes(
+    runtime: TrainingRuntime, *, intermediate_size: int | None = None
+) -> dict[str, Any]:
     """Return the sizes of a draft's decoder layer that is shaped as the target's are.
 
     They are called as in ``config.json``, but for ``rope``, what ``layers.Rotary`` reads. The width
-    of the MLP is the setting ``intermediate_size`` (``--set``), four times the target's width if it
-    is not given.
+    of the MLP is the setting ``intermediate_size`` (``--set``); if that is not given, the argument,
+    or four times the target's width.
 
     Raises:
         UsageError: the target does not say how many attention heads it has.
@@ -35,7 +37,7 @@ def layer_sizes(runtime: TrainingRuntime) -> dict[str, Any]:
         )
     return {
         "hidden_size": size,
-        "intermediate_size": runtime.setting("intermediate_size", 4 * size),
+        "intermediate_size": runtime.setting("intermediate_size", intermediate_size or 4 * size),
         "num_attention_heads": heads,
         "num_key_value_heads": target.get("num_key_value_heads") or heads,
         "head_dim": target.get("head_dim") or size // heads,
@@ -54,8 +56,8 @@ def begin_like(layer: nn.Module, target: nn.Module) -> None:
 
     A draft's matrix that is wider than the target's reads something else first: its last columns
     stand for what the target's reads. A feed-forward layer gets as many of the inner features as it
-    has. Attention of another shape of heads, and norms that are none of root mean squares, stay as
-    they are.
+    has. Attention of as many heads several times over gets the target's as its first ones; that of
+    another shape, and norms that are none of root mean squares, stay as they are.
     """
     ours, theirs = dict(layer.named_modules()), dict(target.named_modules())
     for name, module in ours.items():
@@ -72,8 +74,11 @@ def _copy_matrix(name: str, ours: Tensor, theirs: Tensor) -> None:
     if ".gate_" in name or ".up_" in name or ".down_" in name:
         rows, columns = (min(a, b) for a, b in zip(ours.shape, theirs.shape, strict=True))
         ours[:rows, :columns] = theirs[:rows, :columns]
-    elif len(ours) == len(theirs) and ours.shape[1] >= theirs.shape[1]:
-        ours[:, -theirs.shape[1] :] = theirs
+    elif ".o_proj" in name:
+        if len(ours) == len(theirs) and ours.shape[1] % theirs.shape[1] == 0:
+            ours[:, : theirs.shape[1]] = theirs
+    elif len(ours) % len(theirs) == 0 and ours.shape[1] >= theirs.shape[1]:
+        ours[: len(theirs), -theirs.shape[1] :] = theirs
 
 
 @torch.no_grad()

@@ -32,6 +32,9 @@ LATER_EVERY = 4
 GOAL_TOKENS = 32
 """How many of the target's likeliest tokens a draft learns the probabilities of."""
 
+GOAL_TEMPERATURE = 0.5
+"""Of the target's distribution that a draft learns: what is likeliest there counts for more."""
+
 GOAL_SHARES, GOAL_PLACES, GOAL_COUNTS = "goal_shares", "goal_places", "goal_counts"
 
 
@@ -62,7 +65,8 @@ class TrainingBatch:
         Returns:
             A scalar whose mean over the processes is that mean; 0 where nothing counts.
         """
-        return (values * self.weights(counted).to(values.dtype)).sum()
+        counted = counted.to(values.dtype)
+        return (values * counted).sum() / self._total(counted.sum()).clamp(min=1e-6)
 
     def weights(self, counted: Tensor) -> Tensor:
         """Return what each value weighs in ``mean``, float32 of the shape of ``counted``."""
@@ -243,6 +247,15 @@ class FeatureTrainer(Trainer):
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of the token at p + 2: [R, H] to [R, V_draft]."""
 
+    def distance(self, hidden: Tensor, wanted: Tensor) -> Tensor | None:
+        """Return how far what the LM head reads is from what the target's own read there: [R, H]
+        and [R, hidden_size] to [R].
+
+        It is learnt beside the distribution, at all positions; the distribution, which costs a
+        product with the vocabulary, then at some of them. None, by default: the distribution alone.
+        """
+        return None
+
     def orthogonal(self) -> Sequence[nn.Parameter]:
         """Return the network's matrices that no side of stands for tokens."""
         sizes = {self.runtime.vocab_size, len(self.token_ids)}
@@ -255,32 +268,41 @@ class FeatureTrainer(Trainer):
         and says what follows token p + 1 + j. What it finds in later steps is what a draft would
         find whose earlier tokens were right. All positions take the first step. Every
         ``LATER_EVERY``-th goes on from there, others in each step of the optimizer: neighbours
-        teach nearly the same, and a text costs a third.
+        teach nearly the same, and a text costs a third. Where a ``distance`` is learnt too, the
+        distribution is at those positions alone, and in later steps at every other one of them.
         """
         rows, length = batch.tokens.shape
         # The token, the goal and whether it counts stand one further on in each step.
         padding = self.num_steps + 1
         tokens = F.pad(batch.tokens, (0, padding))
+        learnt = F.pad(batch.counted, (0, padding))
         counted = F.pad(batch.counted & batch.features[GOAL_COUNTS][..., 0], (0, padding))
         shares = F.pad(batch.features[GOAL_SHARES].float(), (0, 0, 0, padding))
         places = F.pad(batch.features[GOAL_PLACES].long(), (0, 0, 0, padding))
+        read = F.pad(batch.features[self._head_input], (0, 0, 0, padding))
         at = torch.arange(length, device=tokens.device)
         attend, hidden = UnrolledAttention(rows), self.features(batch)
         total, found = hidden.new_zeros(()), []
-        first, every = 0, 1
+        begin, every = batch.step % min(LATER_EVERY, length), LATER_EVERY
         for step in range(self.num_steps):
             if step == 1:
-                first, every = batch.step % min(LATER_EVERY, length), LATER_EVERY
-                at = at[first::every]
+                at = at[begin::every]
                 hidden = hidden.view(rows, length, -1)[:, at].flatten(0, 1)
                 attend.go_on_from(at)
-            here = slice(first + 1 + step, length + 1 + step, every)
+            here = at + 1 + step
             positions = (at + step).clamp(max=self.runtime.context_len - 1).repeat(rows)
             hidden = self.forward(tokens[:, here].flatten(), hidden, positions, attend)
+            weight, chosen = STEP_WEIGHT**step, hidden
+            apart = self.distance(hidden, read[:, here].flatten(0, 1))
+            if apart is not None:
+                total = total + weight * batch.mean(apart, learnt[:, here].flatten())
+                some = slice(begin, None, every) if step == 0 else slice(batch.step % 2, None, 2)
+                chosen = hidden.view(rows, len(here), -1)[:, some].flatten(0, 1)
+                here = here[some]
             weights = batch.weights(counted[:, here]).flatten()
             goal = places[:, here].flatten(0, 1), shares[:, here].flatten(0, 1)
-            loss, right = cross_entropy(self.logits(hidden), *goal, weights)
-            total = total + STEP_WEIGHT**step * loss
+            loss, right = cross_entropy(self.logits(chosen), *goal, weights)
+            total = total + weight * loss
             found.append((weights * right).sum())
         return TrainingLoss(loss=total, metrics={"top-1": torch.stack(found)})
 
@@ -293,7 +315,7 @@ class FeatureTrainer(Trainer):
         known = logits[..., self.token_ids].float()
         most = known.topk(min(GOAL_TOKENS, known.shape[-1]), dim=-1)
         return {
-            GOAL_SHARES: most.values.softmax(-1),
+            GOAL_SHARES: (most.values / GOAL_TEMPERATURE).softmax(-1),
             GOAL_PLACES: most.indices.to(torch.int32),
             GOAL_COUNTS: most.values[..., :1] >= logits.amax(-1, keepdim=True),
         }

@@ -49,6 +49,7 @@ from specplug.training.saved_state import (
 )
 from specplug.training.settings import TrainingSettings
 from specplug.training.target import FrozenRuntime, FrozenTarget, context_len
+from specplug.training.threads import choose_threads
 
 TIMED = 20
 """Steps that are timed, after ``UNTIMED`` ones, to find how many fit into the time."""
@@ -57,6 +58,11 @@ MEASURED_SHARE = 0.08
 """The share of the minutes that is left for the export and the accept lengths."""
 HELD_BACK = 32
 """Prompts that accept lengths are measured on."""
+TEXTS_ON_CPU = 4500
+"""The most texts that are trained on there if the user says nothing: in a quarter of an hour a few
+cores see each a few times, and its features, which take as long as a step, are computed once."""
+WRITTEN = 512
+"""Texts that the target writes if the user says nothing."""
 GPU_ROWS = 32
 """How many times as many texts a step has on a GPU, which would wait for so few as on a CPU."""
 REPORTS = 200
@@ -169,6 +175,10 @@ class TrainingSession:
             told = load_state(self._folder / STATE, self._module.network, self._optimizers)
             self._step, self._total = told["step"], told["total"]
             self.history = told["history"]
+        if self._step:
+            torch.set_num_threads(told.get("threads", torch.get_num_threads()))  # the same sums
+        elif self.ranks.is_on_cpu and self.ranks.size == 1:
+            self._say(f"{choose_threads(self._try_out)} threads, the quickest on this machine")
 
     # Rows
 
@@ -200,12 +210,15 @@ class TrainingSession:
             self._say(f"rows of at most {length} tokens, the target's context")
         texts, prompts = self._hold_out(texts)
         own = Rows.of(texts, length)
-        if not settings.regenerate:
+        count = self._num_written(texts)
+        if not count:
             check_rows(own, texts, settings)
-            self._say(f"{len(own)} rows of the data, {own.num_tokens} tokens")
-            return self._with_repeated(own, own), prompts
+            most = self._most_texts(1 - settings.repeat)
+            rows = self._with_repeated(own.chosen(most, settings.seed) if most else own, own)
+            self._say(f"{len(rows)} rows of the data, {rows.num_tokens} tokens")
+            return rows, prompts
         begun = time.monotonic()
-        chosen = choose_prompts(texts, settings.regenerate, length, settings.seed)
+        chosen = choose_prompts(texts, count, length, settings.seed)
         together = 64 if self.ranks.is_on_cpu else 1024
         engine = attrs.evolve(self._engine, max_running_requests=together)
         written = Rows.of(
@@ -219,8 +232,11 @@ class TrainingSession:
             length,
         )
         share = min(settings.corpus, 0.99)
-        count = round(len(written) * share / (1 - share)) if len(written) else len(own)
-        rows = written.joined(own.chosen(count, settings.seed))
+        others = round(len(written) * share / (1 - share)) if len(written) else len(own)
+        most = self._most_texts(1 - settings.repeat)
+        if most:
+            others = min(others, max(most - len(written), 0))
+        rows = written.joined(own.chosen(others, settings.seed))
         check_rows(rows, texts, settings)
         rows = self._with_repeated(rows, own)
         self._say(
@@ -228,6 +244,18 @@ class TrainingSession:
             f"{time.monotonic() - begun:.0f} s; {len(rows)} rows of {rows.num_tokens} tokens"
         )
         return rows, prompts
+
+    def _num_written(self, texts: list[Text]) -> int:
+        """Return how many texts the target is to write."""
+        if self.settings.regenerate is not None:
+            return self.settings.regenerate
+        are_texts = all(text.cuts is None for text in texts)
+        return 0 if self.ranks.is_on_cpu and are_texts else WRITTEN
+
+    def _most_texts(self, share: float) -> int | None:
+        """Return the most texts of a kind that is this share of all; None: no limit."""
+        most = self.settings.texts or (TEXTS_ON_CPU if self.ranks.is_on_cpu else None)
+        return max(1, round(most * share)) if most else None
 
     def _with_repeated(self, rows: Rows, own: Rows) -> Rows:
         """Return the rows, and some of pieces of the data's own that are repeated. Data of prompts
@@ -302,6 +330,15 @@ class TrainingSession:
             if each.requires_grad:
                 found[id(each)] = each
         return list(found.values())
+
+    def _try_out(self) -> None:
+        """Do what a step does, but the optimizer's part, which would change the network."""
+        rows = self._rows.indices(0, self._size, self.settings.seed)
+        with self._autocast():
+            self._target.run(self._rows.batch(rows[:1])[0].to(self.ranks.device))
+            loss, _ = self._module(self._runtime.batch(rows))
+        loss.backward()
+        self._module.zero_grad(set_to_none=True)
 
     def train(self) -> None:
         """Take all steps that are left, saving every so often and at the end."""
@@ -403,7 +440,12 @@ class TrainingSession:
 
     def save(self) -> None:
         """Write the state that a resume begins from. All ranks call it."""
-        told = {"step": self._step, "total": self._total, "history": self.history}
+        told = {
+            "step": self._step,
+            "total": self._total,
+            "history": self.history,
+            "threads": torch.get_num_threads(),
+        }
         save_state(self._folder / STATE, self._module.network, self._optimizers, told, self.ranks)
         self.ranks.wait()
 

@@ -26,7 +26,10 @@ class TrainingSettings:
         learning_rate: the highest, after the warm-up.
         weight_decay: of matrices.
         warm_up: steps in which the rate rises; no more than a tenth of all.
-        regenerate: texts that the target writes; 0: it is trained on the data as they are.
+        texts: the most that are trained on; None: all, on a CPU so many that each is seen a few
+            times in a quarter of an hour.
+        regenerate: texts that the target writes; 0: it is trained on the data as they are; None:
+            none on a CPU if the data are texts, else 512.
         corpus: the share of the data's own texts among the rows, 0 to 1, where texts were written.
         repeat: the share of rows that say a piece of the data again and again, 0 to 1.
         seed: of everything that is random.
@@ -51,11 +54,12 @@ class TrainingSettings:
     rows: int | None = None
     length: int = 384
     learning_rate: float | None = None
-    weight_decay: float = 0.05
+    weight_decay: float = 0.3
     warm_up: int = 100
-    regenerate: int = 512
+    texts: int | None = None
+    regenerate: int | None = None
     corpus: float = 0.75
-    repeat: float = 0.15
+    repeat: float = 0.33
     seed: int = 0
     device: str | None = None
     dtype: str = "auto"

@@ -36,6 +36,8 @@ VALUES: dict[str, Any] = {
     "ebnf": 'root ::= "a"',
     "structural_tag": '{"type":"structural_tag","format":{"type":"any_text"}}',
     "cache_salt": "a secret",
+    "speculative_algorithm": "NONE",
+    "max_draft_tokens": 3,
 }
 """Of each setting one that is not its default. A new one of ``SamplingParams`` needs one here."""
 

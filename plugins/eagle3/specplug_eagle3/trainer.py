@@ -13,6 +13,7 @@ from specplug import (
     FeatureTrainer,
     TrainingBatch,
     TrainingRuntime,
+    UsageError,
     begin_like,
     layer_sizes,
     layers,
@@ -21,12 +22,24 @@ from specplug import (
 from specplug_eagle3.checkpoint import read_network
 from specplug_eagle3.network import Eagle3Config, Eagle3Network
 
+ATTENTION, INNER = 320, 1280
+"""How wide a head's attention and the inside of its feed-forward layer are at least: a network that
+is as narrow as a small target learns slower by more than it is cheaper."""
+
+SMALLEST = 0.01
+"""Features that the target's final norm makes smaller than this share of the mean count no more."""
+
 
 class Eagle3Trainer(FeatureTrainer):
     """Trains a head that begins as the target ends, on the inputs of a low, a middle and a high
     layer.
 
-    Settings (``--set``): ``draft_vocab_size``, ``intermediate_size``.
+    Its LM head is the target's, and what that reads is learnt, too; so a few thousand steps are
+    enough. With ``--set train_head=1`` it is learnt as the rest is, and so is that of a network to
+    go on from.
+
+    Settings (``--set``): ``draft_vocab_size``, ``intermediate_size``, ``num_attention_heads``,
+    ``train_head``.
     """
 
     network: Eagle3Network
@@ -44,8 +57,15 @@ class Eagle3Trainer(FeatureTrainer):
         self._embed = self.network.embed_tokens or runtime.embed_tokens
         ids = torch.arange(config.draft_vocab_size) + self.network.d2t.cpu()
         super().__init__(runtime, ids)
+        self._scale: Tensor | None = None
+        train_head = runtime.setting("train_head", 0)
         if start is None:
             begin_as_target_ends(self.network, runtime, runtime.example().features[self._captured])
+            self.network.lm_head.requires_grad_(bool(train_head))
+            scale = norm_weight(runtime.final_norm, self.network.norm.weight)
+            if scale is not None:
+                sizes = scale.detach().float().abs()
+                self._scale = sizes.clamp(min=SMALLEST * float(sizes.mean()))
 
     def features(self, batch: TrainingBatch) -> Tensor:
         """Return the fused features of the chosen target layers, [B * L, H]."""
@@ -62,6 +82,14 @@ class Eagle3Trainer(FeatureTrainer):
         """Compute logits over the draft's own vocabulary: [R, H] to [R, V_draft]."""
         return self.network.logits(hidden)
 
+    def distance(self, hidden: Tensor, wanted: Tensor) -> Tensor | None:
+        """Compare with what the target's LM head reads, each feature in units of what the final
+        norm multiplies it by."""
+        if self._scale is None:
+            return None
+        apart = self.network.norm(hidden).float() - wanted.float()
+        return torch.mean((apart / self._scale).square(), dim=-1)
+
     def export(self) -> DraftFiles:
         """Return the head as SafeAILab publishes it."""
         return DraftFiles(
@@ -74,12 +102,22 @@ def new_network(runtime: TrainingRuntime) -> Eagle3Network:
     target writes most."""
     most = min(32000, 3 * runtime.vocab_size // 4)
     vocabulary = runtime.setting("draft_vocab_size", most)
+    sizes = layer_sizes(runtime, intermediate_size=max(4 * runtime.hidden_size, INNER))
+    heads, each = sizes["num_attention_heads"], sizes["head_dim"]
+    # Multiples, so that the first ones can begin as the target's: each with its keys and values.
+    wanted = runtime.setting("num_attention_heads", heads * max(1, -(-ATTENTION // (heads * each))))
+    if wanted < 1 or wanted % heads:
+        raise UsageError(
+            f"--set num_attention_heads={wanted}: expected a multiple of the target's {heads}"
+        )
+    sizes["num_attention_heads"] = wanted
+    sizes["num_key_value_heads"] *= wanted // heads
     config = Eagle3Config(
         target_hidden_size=runtime.hidden_size,
         vocab_size=runtime.vocab_size,
         draft_vocab_size=vocabulary,
         aux_layer_ids=aux_layers(runtime.num_layers),
-        **layer_sizes(runtime),
+        **sizes,
     )
     network = Eagle3Network(config)
     for name, parameter in network.named_parameters():
