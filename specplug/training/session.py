@@ -176,7 +176,7 @@ class TrainingSession:
             self._step, self._total = told["step"], told["total"]
             self.history = told["history"]
         if self._step:
-            torch.set_num_threads(told.get("threads", torch.get_num_threads()))  # the same sums
+            torch.set_num_threads(told["threads"])  # the same sums
         elif self.ranks.is_on_cpu and self.ranks.size == 1:
             self._say(f"{choose_threads(self._try_out)} threads, the quickest on this machine")
 
