@@ -7,38 +7,35 @@ does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import attrs
 
-from specplug.algorithm import API_VERSION, AlgorithmInfo, Capabilities, Conformance, SpecConfig
+from specplug.algorithm import API_VERSION, AlgorithmInfo, Conformance, SpecConfig
 from specplug.bounds import MAX_DRAFT_TOKENS
 from specplug.contract import implemented_hooks
-from specplug.errors import PluginError, UsageError, shown
+from specplug.errors import UsageError
 from specplug.hookspecs import hookimpl
-from specplug.registry import SelectedAlgorithm, build_plugin_manager
+from specplug.registry import SelectedAlgorithm
+from specplug.speculative.held_parts import (
+    HeldParts,
+    PartsWorker,
+    joined_capabilities,
+    joined_settings,
+    settings_of_part,
+    validated_part,
+)
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from specplug.speculative.draft import Draft, DraftInput
-    from specplug.speculative.draft_state import StateTensor
     from specplug.speculative.hook_order import Batch
-    from specplug.speculative.part import Part
     from specplug.speculative.runtime import Runtime
-    from specplug.speculative.verify import CommittedOutput
 
 
 @attrs.frozen(eq=False)
-class JointWorker:
-    """The parts of a run: the first proposes.
-
-    Attributes:
-        parts: of the run.
-    """
-
-    parts: Sequence[Part]
+class JointWorker(PartsWorker):
+    """The parts of a run: the first proposes."""
 
     @property
     def draft_widths(self) -> tuple[int, int]:
@@ -47,11 +44,8 @@ class JointWorker:
         proposer, *growers = (part.config.num_draft_tokens for part in self.parts)
         return proposer, proposer + (sum(growers) - len(growers) + 1) // 2
 
-    def state_spec(self) -> Mapping[str, StateTensor]:
-        return {name: t for part in self.parts for name, t in part.state_spec().items()}
 
-
-class JointAlgorithm:
+class JointAlgorithm(HeldParts):
     """The hooks of several algorithms.
 
     What the user gives is the proposer's, but for the growers' own settings; else the growers run
@@ -66,10 +60,8 @@ class JointAlgorithm:
     """
 
     def __init__(self, parts: Sequence[SelectedAlgorithm]) -> None:
+        super().__init__("+".join(part.name for part in parts), parts)
         self._proposer, *self._growers = parts
-        self._name = "+".join(part.name for part in parts)
-        if len({part.name for part in parts}) < len(parts):
-            raise UsageError(f"{self._name}: expected each algorithm once")
         for part in self._growers:
             if "grow_draft" not in implemented_hooks(part.plugin):
                 why = "does not add to the drafts of others"
@@ -85,24 +77,18 @@ class JointAlgorithm:
     def describe(self) -> AlgorithmInfo:
         info, able = self._proposer.info, self._proposer.info.capabilities
         added = " and ".join(part.name for part in self._growers)
-        every = [able, *(part.info.capabilities for part in self._growers)]
+        infos = [part.info for part in self._parts]
         return AlgorithmInfo(
             name=self._name,
             summary=f"{info.name} drafts, {added} adds to it",
             api_version=API_VERSION,
-            capabilities=Capabilities(
-                branching=able.branching,
-                draft_model=able.draft_model,
-                overlap=all(each.overlap for each in every),
-                prefix_cache=all(each.prefix_cache for each in every),
-                target_drafts=any(each.target_drafts for each in every),
-                parts=True,
-                captures=frozenset().union(*(each.captures for each in every)),
+            capabilities=joined_capabilities(
+                infos, branching=able.branching, draft_model=able.draft_model
             ),
             defaults=info.defaults,
             paper=info.paper,
             weights=info.weights,
-            settings=joined_settings([info, *(part.info for part in self._growers)]),
+            settings=joined_settings(infos),
             draft_lookahead=info.draft_lookahead,
             conformance=Conformance(settings=info.conformance.settings),
         )
@@ -146,11 +132,6 @@ class JointAlgorithm:
         ]
 
     @hookimpl
-    def supports_target_verify_for_draft(self) -> bool:
-        """Return True: each part's passes are recorded if the part says that they can be."""
-        return True
-
-    @hookimpl
     def create_worker(self, runtime: Runtime) -> JointWorker:
         config = runtime.config
         growers = self._grower_configs(config)
@@ -168,74 +149,9 @@ class JointAlgorithm:
         return JointWorker([proposer, *others])
 
     @hookimpl
-    def build_draft_input(
-        self, runtime: Runtime, batch: Batch, target_output: CommittedOutput
-    ) -> DraftInput:
-        parts: Sequence[Part] = runtime.worker.parts
-        return joined_inputs(part.build_draft_input(batch, target_output) for part in parts)
-
-    @hookimpl
-    def build_disagg_draft_input(
-        self, runtime: Runtime, batch: Batch, last_tokens: Tensor
-    ) -> DraftInput:
-        parts: Sequence[Part] = runtime.worker.parts
-        return joined_inputs(part.build_disagg_draft_input(batch, last_tokens) for part in parts)
-
-    @hookimpl
-    def fixup_idle(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> DraftInput:
-        parts: Sequence[Part] = runtime.worker.parts
-        return joined_inputs(part.fixup_idle(batch, draft_input) for part in parts)
-
-    @hookimpl
     def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
         proposer, *growers = runtime.worker.parts
         draft: Draft = proposer.propose(batch, draft_input)
         for part in growers:
             draft = part.grow_draft(batch, draft_input, draft)
         return draft
-
-
-def joined_settings(infos: Iterable[AlgorithmInfo]) -> type[Any] | None:
-    """Return a class of the settings that several algorithms have of their own; None: of none."""
-    fields = {
-        field.name: attrs.field(
-            default=field.default,
-            validator=field.validator,
-            converter=field.converter,
-            repr=field.repr,
-            hash=field.hash,
-            metadata=field.metadata,
-            type=field.type,
-        )
-        for info in infos
-        if info.settings is not None
-        for field in attrs.fields(info.settings)
-    }
-    return attrs.make_class("JointSettings", fields, frozen=True, kw_only=True) if fields else None
-
-
-def settings_of_part(part: SelectedAlgorithm, config: SpecConfig) -> dict[str, Any]:
-    """Return a part's own settings, by name."""
-    return {name: getattr(config.settings, name) for name in part.info.setting_names}
-
-
-def validated_part(part: SelectedAlgorithm, config: SpecConfig) -> SpecConfig:
-    """Return the settings of a part as it takes them."""
-    found = build_plugin_manager(part).hook.validate_config(config=config)
-    if found is None:
-        return config
-    if not isinstance(found, SpecConfig):
-        raise PluginError(
-            f"{part.entry.subject}: validate_config() returned {shown(found)}; expected a "
-            "specplug.SpecConfig, or None; fix the plugin"
-        )
-    return found
-
-
-def joined_inputs(made: Iterable[DraftInput]) -> DraftInput:
-    """Return the draft input of all parts."""
-    first, *others = made
-    state = dict(first.state)
-    for other in others:
-        state |= other.state
-    return attrs.evolve(first, state=state)

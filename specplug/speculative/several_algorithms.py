@@ -16,7 +16,6 @@ import attrs
 from specplug.algorithm import (
     API_VERSION,
     AlgorithmInfo,
-    Capabilities,
     Conformance,
     Defaults,
     SpecConfig,
@@ -25,8 +24,9 @@ from specplug.algorithm_names import SETTINGS
 from specplug.errors import UsageError
 from specplug.hookspecs import hookimpl
 from specplug.registry import SelectedAlgorithm
-from specplug.speculative.joint_algorithm import (
-    joined_inputs,
+from specplug.speculative.held_parts import (
+    HeldParts,
+    joined_capabilities,
     joined_settings,
     settings_of_part,
     validated_part,
@@ -34,13 +34,10 @@ from specplug.speculative.joint_algorithm import (
 from specplug.speculative.several_worker import SeveralWorker
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from specplug.speculative.draft import Draft, DraftInput
     from specplug.speculative.hook_order import Batch
     from specplug.speculative.part import Part
     from specplug.speculative.runtime import Runtime
-    from specplug.speculative.verify import CommittedOutput
 
 _ARGUMENTS = {
     "steps": "num_steps",
@@ -51,7 +48,7 @@ _ARGUMENTS = {
 """The argument of ``SpecConfig.resolve`` for each setting in ``NAME:setting=value``."""
 
 
-class SeveralAlgorithms:
+class SeveralAlgorithms(HeldParts):
     """The hooks of several algorithms, one of which drafts for a request in a step.
 
     Each runs with its own defaults, or with what the user gave by its name. A folder of draft
@@ -68,10 +65,7 @@ class SeveralAlgorithms:
     def __init__(
         self, parts: Sequence[SelectedAlgorithm], settings: Sequence[Mapping[str, Any]]
     ) -> None:
-        self._parts = parts
-        self._name = ",".join(part.name for part in parts)
-        if len({part.name for part in parts}) < len(parts):
-            raise UsageError(f"{self._name}: expected each algorithm once")
+        super().__init__(",".join(part.name for part in parts), parts)
         names = {SETTINGS[key]: name for key, name in _ARGUMENTS.items()}
         self._typed = [
             {names[argument]: value for argument, value in own.items()} for own in settings
@@ -83,20 +77,16 @@ class SeveralAlgorithms:
     @hookimpl
     def describe(self) -> AlgorithmInfo:
         infos = [part.info for part in self._parts]
-        every = [info.capabilities for info in infos]
+        able = [info.capabilities for info in infos]
         steps = max(info.defaults.num_steps for info in infos)
         return AlgorithmInfo(
             name=self._name,
             summary=f"{' or '.join(part.name for part in self._parts)} drafts for a request",
             api_version=API_VERSION,
-            capabilities=Capabilities(
-                branching=any(each.branching for each in every),
-                draft_model=any(each.draft_model for each in every),
-                overlap=all(each.overlap for each in every),
-                prefix_cache=all(each.prefix_cache for each in every),
-                target_drafts=any(each.target_drafts for each in every),
-                parts=True,
-                captures=frozenset().union(*(each.captures for each in every)),
+            capabilities=joined_capabilities(
+                infos,
+                branching=any(each.branching for each in able),
+                draft_model=any(each.draft_model for each in able),
             ),
             defaults=Defaults(num_steps=steps),
             settings=joined_settings(infos),
@@ -161,35 +151,11 @@ class SeveralAlgorithms:
         return given
 
     @hookimpl
-    def supports_target_verify_for_draft(self) -> bool:
-        """Return True: each part's passes are recorded if the part says that they can be."""
-        return True
-
-    @hookimpl
     def create_worker(self, runtime: Runtime) -> SeveralWorker:
         given = self._given(runtime.config)
         return SeveralWorker(
             [runtime.part(part, **own) for part, own in zip(self._parts, given, strict=True)]
         )
-
-    @hookimpl
-    def build_draft_input(
-        self, runtime: Runtime, batch: Batch, target_output: CommittedOutput
-    ) -> DraftInput:
-        parts: Sequence[Part] = runtime.worker.parts
-        return joined_inputs(part.build_draft_input(batch, target_output) for part in parts)
-
-    @hookimpl
-    def build_disagg_draft_input(
-        self, runtime: Runtime, batch: Batch, last_tokens: Tensor
-    ) -> DraftInput:
-        parts: Sequence[Part] = runtime.worker.parts
-        return joined_inputs(part.build_disagg_draft_input(batch, last_tokens) for part in parts)
-
-    @hookimpl
-    def fixup_idle(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> DraftInput:
-        parts: Sequence[Part] = runtime.worker.parts
-        return joined_inputs(part.fixup_idle(batch, draft_input) for part in parts)
 
     @hookimpl
     def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
