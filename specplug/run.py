@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from specplug.algorithm import AlgorithmInfo, SpecConfig
-from specplug.config import MEASURED, EngineConfig
+from specplug.config import FIRST, MEASURED, EngineConfig
 from specplug.disagg.instances import identity_of, make_decode_instance
 from specplug.disagg.prefill_loop import PrefillLoop
 from specplug.distributed.rank_group import RankGroup, join_ranks
@@ -38,6 +38,7 @@ from specplug.model.loading import (
 )
 from specplug.model.model_runner import ModelRunner
 from specplug.model.sampler import Sampler
+from specplug.registry import Registry
 from specplug.speculative.algorithm_start import StartedAlgorithm, start_algorithm
 from specplug.speculative.choice.measured_choice import MeasuredChoice
 from specplug.speculative.draft_state import state_spec
@@ -184,23 +185,23 @@ def _start_algorithm(
         joined.ranks = join_ranks(config, device, spec.target_config)
         return spec
 
+    selected = Registry().select(config.speculative_algorithm)
     return start_algorithm(
-        config.speculative_algorithm,
+        selected,
         resolve,
         host=EMBEDDED,
         disable_extensions=config.disable_extensions,
-        extensions=(*_choice_of(config), *config.extensions),
+        extensions=(*_choice_of(config, selected.info), *config.extensions),
         calls=HookCalls,
     )
 
 
-def _choice_of(config: EngineConfig) -> list[object]:
+def _choice_of(config: EngineConfig, info: AlgorithmInfo) -> list[object]:
     """Return the core's choice of drafts as a plugin, where there is one. It comes before the
     extensions, which are asked first so."""
-    named, choice = config.speculative_algorithm, config.draft_choice
-    several = isinstance(named, tuple) or (isinstance(named, str) and "," in named)
-    plugin = MeasuredChoice(deterministic=config.deterministic_drafts)
-    return [plugin] if choice == MEASURED or (choice is None and several) else []
+    choice = config.draft_choice or (MEASURED if info.is_several else FIRST)
+    measured = MeasuredChoice(deterministic=config.deterministic_drafts)
+    return [measured] if choice == MEASURED else []
 
 
 def _load(

@@ -66,12 +66,15 @@ class TrainingBatch:
             A scalar whose mean over the processes is that mean; 0 where nothing counts.
         """
         counted = counted.to(values.dtype)
-        return (values * counted).sum() / self._total(counted.sum()).clamp(min=1e-6)
+        return (values * counted).sum() / self._count(counted)
 
     def weights(self, counted: Tensor) -> Tensor:
         """Return what each value weighs in ``mean``, float32 of the shape of ``counted``."""
         counted = counted.float()
-        return counted / self._total(counted.sum()).clamp(min=1e-6)
+        return counted / self._count(counted)
+
+    def _count(self, counted: Tensor) -> Tensor:
+        return self._total(counted.sum()).clamp(min=1e-6)
 
 
 @attrs.frozen(eq=False, kw_only=True)

@@ -175,10 +175,7 @@ class TrainingSession:
             told = load_state(self._folder / STATE, self._module.network, self._optimizers)
             self._step, self._total = told["step"], told["total"]
             self.history = told["history"]
-        if self._step:
             torch.set_num_threads(told["threads"])  # the same sums
-        elif self.ranks.is_on_cpu and self.ranks.size == 1:
-            self._say(f"{choose_threads(self._try_out)} threads, the quickest on this machine")
 
     # Rows
 
@@ -210,11 +207,11 @@ class TrainingSession:
             self._say(f"rows of at most {length} tokens, the target's context")
         texts, prompts = self._hold_out(texts)
         own = Rows.of(texts, length)
-        count = self._num_written(texts)
+        count, most = self._num_written(texts), self._most_own_texts()
         if not count:
             check_rows(own, texts, settings)
-            most = self._most_texts(1 - settings.repeat)
-            rows = self._with_repeated(own.chosen(most, settings.seed) if most else own, own)
+            rows = own if most is None else own.chosen(most, settings.seed)
+            rows = self._with_repeated(rows, own)
             self._say(f"{len(rows)} rows of the data, {rows.num_tokens} tokens")
             return rows, prompts
         begun = time.monotonic()
@@ -233,8 +230,7 @@ class TrainingSession:
         )
         share = min(settings.corpus, 0.99)
         others = round(len(written) * share / (1 - share)) if len(written) else len(own)
-        most = self._most_texts(1 - settings.repeat)
-        if most:
+        if most is not None:
             others = min(others, max(most - len(written), 0))
         rows = written.joined(own.chosen(others, settings.seed))
         check_rows(rows, texts, settings)
@@ -252,10 +248,10 @@ class TrainingSession:
         are_texts = all(text.cuts is None for text in texts)
         return 0 if self.ranks.is_on_cpu and are_texts else WRITTEN
 
-    def _most_texts(self, share: float) -> int | None:
-        """Return the most texts of a kind that is this share of all; None: no limit."""
+    def _most_own_texts(self) -> int | None:
+        """Return the most texts that are trained on beside those that repeat; None: no limit."""
         most = self.settings.texts or (TEXTS_ON_CPU if self.ranks.is_on_cpu else None)
-        return max(1, round(most * share)) if most else None
+        return max(1, round(most * (1 - self.settings.repeat))) if most else None
 
     def _with_repeated(self, rows: Rows, own: Rows) -> Rows:
         """Return the rows, and some of pieces of the data's own that are repeated. Data of prompts
@@ -342,6 +338,8 @@ class TrainingSession:
 
     def train(self) -> None:
         """Take all steps that are left, saving every so often and at the end."""
+        if self._step == 0 and self.ranks.is_on_cpu and self.ranks.size == 1:
+            self._say(f"{choose_threads(self._try_out)} threads, the quickest on this machine")
         timed: list[tuple[float, float]] = []
         seen: list[tuple[Tensor, dict[str, Tensor]]] = []
         while self._total is None or self._step < self._total:

@@ -14,10 +14,15 @@ from specplug.speculative.choice.trials import Trials, hope
 
 Array = np.ndarray
 
+
 _FADED = 4
 """Steps after which what is known of requests fades, by so many steps at once."""
 _NEW = 24
 """Steps without a trial that a new request begins with, for each algorithm."""
+
+
+def _integers(values: Sequence[int] | Array) -> Array:
+    return np.asarray(values, dtype=np.int64)
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -36,10 +41,10 @@ class StepOutcome:
     """
 
     request_ids: Sequence[str]
-    who: Sequence[int]
-    asked: Sequence[int]
-    nodes: Sequence[int]
-    accepted: Sequence[int]
+    who: Array = attrs.field(converter=_integers)
+    asked: Array = attrs.field(converter=_integers)
+    nodes: Array = attrs.field(converter=_integers)
+    accepted: Array = attrs.field(converter=_integers)
     context: float = 0.0
     seconds: float | None = None
     draft_seconds: float | None = None
@@ -101,19 +106,17 @@ class DraftPolicy:
 
     def observe(self, outcome: StepOutcome) -> None:
         """Learn from a step: what was accepted, and what it took."""
-        who, asked, nodes = (
-            np.asarray(each, dtype=np.int64) for each in (outcome.who, outcome.asked, outcome.nodes)
-        )
+        who, asked = outcome.who, outcome.asked
         # A request that has ended is forgotten before its last step is told.
         rows = np.array([self._rows.get(each, -1) for each in outcome.request_ids], dtype=np.int64)
         if self._step % _FADED == 0:
             self.acceptance.fade(rows[rows >= 0], _FADED)
         drafted = np.flatnonzero((who >= 0) & (asked > 0) & (rows >= 0))
         if len(drafted):
-            accepted = np.asarray(outcome.accepted, dtype=np.int64)[drafted]
+            accepted = outcome.accepted[drafted]
             self.acceptance.observe(rows[drafted], who[drafted], asked[drafted], accepted)
             self._heard[rows[drafted], who[drafted]] = self._step
-        self._learn_filled(who, asked, nodes)
+        self._learn_filled(who, asked, outcome.nodes)
         self._learn_cost(outcome)
 
     def probe(self, outcomes: Sequence[StepOutcome]) -> None:
@@ -125,10 +128,7 @@ class DraftPolicy:
     def _learn_cost(self, outcome: StepOutcome, *, trusted: bool = False) -> None:
         if outcome.seconds is None:
             return
-        who, asked, nodes = (
-            np.asarray(each, dtype=np.int64) for each in (outcome.who, outcome.asked, outcome.nodes)
-        )
-        work = self._work(who, asked, nodes, outcome.context)
+        work = self._work(outcome.who, outcome.asked, outcome.nodes, outcome.context)
         self.costs.observe(work, outcome.seconds, outcome.draft_seconds, trusted=trusted)
 
     def _learn_filled(self, who: Array, asked: Array, nodes: Array) -> None:
