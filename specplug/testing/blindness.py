@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from specplug.testing.check import Failure, NotApplicable, check
-from specplug.testing.configuration import SIMPLEST, Configuration, cover, shown, smallest
+from specplug.testing.configuration import SIMPLEST, Configuration, shown, smallest
 from specplug.testing.hosted import acceptance_in_host
 from specplug.testing.laboratory import Drafted, Key, Laboratory
 from specplug.testing.parting import left_in, told_parting
@@ -27,7 +27,7 @@ def invariance(laboratory: Laboratory) -> str:
     simple = laboratory.observe(SIMPLEST, sampled=True)
     _same_in_order(laboratory)
     _same_in_chunks(laboratory)
-    stressed = [c for c in cover() if c["shape"] == "declared" and c != SIMPLEST]
+    stressed = [c for c in laboratory.cover() if c["shape"] == "declared" and c != SIMPLEST]
     least_share = 1.0
     for configuration in stressed:
         found = laboratory.observe(configuration, sampled=True)
@@ -51,7 +51,10 @@ def invariance(laboratory: Laboratory) -> str:
                 f"configuration; expected {100 * AGREE:.0f} %: what is drafted after a text must "
                 f"not depend on how it came there. {usual_causes(least)}{parting}{states}"
             )
-    return f"{100 * least_share:.1f} % agree in the worst of {len(stressed)} configurations"
+    return (
+        f"{100 * least_share:.1f} % agree in the worst of {len(stressed)} configurations"
+        f"{laboratory.told_without}"
+    )
 
 
 def _same_in_order(laboratory: Laboratory) -> None:
