@@ -100,7 +100,7 @@ class EarnedGrade:
     grade: str | None
     missed: Mapping[str, str]
     holder: Holder
-    left_out: Sequence[str] = attrs.field(default=(), converter=tuple)
+    left_out: tuple[str, ...] = attrs.field(default=(), converter=tuple[str, ...])
     settings: Mapping[str, str] = attrs.field(factory=dict)
 
     @property

@@ -91,9 +91,9 @@ def told_grade(verdicts: Sequence[Verdict]) -> str:
     """Return the grade in words, which one is not known since not all its checks ran, and which
     checks were left out."""
     reached, unknown = _grade_and_why(verdicts)
-    told = reached or ("" if unknown else "none")
+    told: str = reached or "none"
     if unknown:
-        told = f"{told}; {unknown}" if told else f"not known: {unknown}"
+        told = f"{reached}; {unknown}" if reached else f"not known: {unknown}"
     without = [f"; {v.check.id} was left out: {v.told}" for v in verdicts if v.status == "left out"]
     return told + "".join(without)
 
