@@ -134,7 +134,12 @@ class TrainingRuntime(Protocol):
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Apply the target's output head to what leaves the final norm: […, hidden_size] ->
-        […, vocab_size]."""
+        […, vocab_size]. A draft that ends in this head reads it so when it is served, too."""
+
+    def target_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of the target's own distribution, which a draft learns: those of
+        ``lm_head``, scaled and capped as the target does it. […, hidden_size] -> […,
+        vocab_size]."""
 
     def capture_layer_inputs(self, layer_ids: tuple[int, ...]) -> str:
         """Ask for the hidden states before these decoder layers, as ``Runtime`` has it: [B, L,
@@ -314,7 +319,7 @@ class FeatureTrainer(Trainer):
         """Return what the target says after each position: its likeliest tokens of the draft's
         vocabulary, the likeliest first, with their probabilities among these, [..., L, K], and
         whether its top token is one of that vocabulary [..., L, 1]."""
-        logits = self.runtime.lm_head(features[self._head_input])
+        logits = self.runtime.target_logits(features[self._head_input])
         known = logits[..., self.token_ids].float()
         most = known.topk(min(GOAL_TOKENS, known.shape[-1]), dim=-1)
         return {

@@ -14,6 +14,7 @@ from specplug.errors import UsageError, shown
 from specplug.model.checkpoint import load_checkpoint
 from specplug.model.hidden_states import HiddenStateCapture
 from specplug.speculative.trainer import TrainingBatch, Value
+from specplug.training.logit_form import LogitForm
 from specplug.training.rows import Rows
 
 EXAMPLES = 64
@@ -35,6 +36,7 @@ class FrozenTarget:
     Attributes:
         model: the module.
         capture: what its passes keep.
+        logit_form: what it makes of its head's logits.
     """
 
     def __init__(self, path: str, dtype: torch.dtype | None, device: torch.device) -> None:
@@ -44,6 +46,7 @@ class FrozenTarget:
         except ValueError:  # what caps its scores, or has sinks, is not computed so
             self.model.set_attn_implementation("eager")
         self.device = device
+        self.logit_form = LogitForm.of(self.model)
         self.capture = HiddenStateCapture(self.model)
         self.config: Any = self.model.config.get_text_config()
 
@@ -102,6 +105,10 @@ class FrozenRuntime:
         """Apply the target's output head."""
         logits: Tensor = self._target.model.get_output_embeddings()(hidden)
         return logits
+
+    def target_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of the target's own distribution."""
+        return self._target.logit_form(self.lm_head(hidden))
 
     def lm_head_rows(self, token_ids: Tensor) -> Tensor:
         """Return rows of the target's output head."""

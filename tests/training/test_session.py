@@ -24,6 +24,7 @@ from specplug.algorithm import find_model
 from specplug.training.saved_state import read_tensors, write_tensors
 from specplug.training.session import TrainingSession, learning_rate
 from specplug.training.settings import TrainingSettings
+from specplug.training.target import FrozenRuntime
 from specplug_eagle3.trainer import Eagle3Trainer
 
 STEPS = 6
@@ -366,3 +367,23 @@ def test_odd_target_is_trained_for(kind: str, algorithm: str, data: Path, tmp_pa
     session.train()
     session.export()
     assert set(session.measure()) == {0.0, 1.0}
+
+
+TRAINED = ["DFLASH", "DSPARK", "EAGLE", "EAGLE3", "MULTI_LAYER_EAGLE", "PEAGLE", "STANDALONE"]
+
+
+@pytest.mark.parametrize("algorithm", TRAINED)
+def test_goal_is_the_targets_own_distribution(
+    algorithm: str, target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No trainer takes its goal from the bare head, which some targets cap."""
+    inner, asked = FrozenRuntime.target_logits, []
+
+    def target_logits(self: FrozenRuntime, hidden: Tensor) -> Tensor:
+        asked.append(hidden.shape)
+        return inner(self, hidden)
+
+    monkeypatch.setattr(FrozenRuntime, "target_logits", target_logits)
+    options = {"intermediate_size": "48"}
+    trained(settings(target, data, tmp_path, algorithm=algorithm, steps=1, options=options))
+    assert asked
