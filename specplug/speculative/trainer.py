@@ -35,6 +35,9 @@ GOAL_TOKENS = 32
 GOAL_TEMPERATURE = 0.5
 """Of the target's distribution that a draft learns: what is likeliest there counts for more."""
 
+HEAD = "lm_head"
+"""As published networks call the module that scores tokens."""
+
 GOAL_SHARES, GOAL_PLACES, GOAL_COUNTS = "goal_shares", "goal_places", "goal_counts"
 
 
@@ -265,9 +268,16 @@ class FeatureTrainer(Trainer):
         return None
 
     def orthogonal(self) -> Sequence[nn.Parameter]:
-        """Return the network's matrices that no side of stands for tokens."""
-        sizes = {self.runtime.vocab_size, len(self.token_ids)}
-        return [p for p in self.network.parameters() if p.ndim == 2 and not sizes & set(p.shape)]
+        """Return the network's matrices, but those of embeddings and of what is called
+        ``lm_head``, which have a row a token. A shape does not tell: a vocabulary may be as large
+        as a layer is wide."""
+        of_tokens = {
+            id(parameter)
+            for name, module in self.network.named_modules()
+            if isinstance(module, nn.Embedding) or name.rpartition(".")[2] == HEAD
+            for parameter in module.parameters()
+        }
+        return [p for p in self.network.parameters() if p.ndim == 2 and id(p) not in of_tokens]
 
     def loss(self, batch: TrainingBatch) -> TrainingLoss:
         """Return the cross entropy to the target's distribution, summed over the unrolled steps.
@@ -292,6 +302,7 @@ class FeatureTrainer(Trainer):
         attend, hidden = UnrolledAttention(rows), self.features(batch)
         total, found = hidden.new_zeros(()), []
         begin, every = batch.step % min(LATER_EVERY, length), LATER_EVERY
+        half = batch.step // LATER_EVERY % 2  # once each has begun, the other ones of them
         for step in range(self.num_steps):
             if step == 1:
                 at = at[begin::every]
@@ -304,7 +315,7 @@ class FeatureTrainer(Trainer):
             apart = self.distance(hidden, read[:, here].flatten(0, 1))
             if apart is not None:
                 total = total + weight * batch.mean(apart, learnt[:, here].flatten())
-                some = slice(begin, None, every) if step == 0 else slice(batch.step % 2, None, 2)
+                some = slice(begin, None, every) if step == 0 else slice(half, None, 2)
                 chosen = hidden.view(rows, len(here), -1)[:, some].flatten(0, 1)
                 here = here[some]
             weights = batch.weights(counted[:, here]).flatten()
