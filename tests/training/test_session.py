@@ -21,6 +21,7 @@ from torch import Tensor
 
 from specplug import LLM, CheckpointError, FeatureTrainer, PluginError, SamplingParams, UsageError
 from specplug.algorithm import find_model
+from specplug.training import session as session_module
 from specplug.training.saved_state import read_tensors, write_tensors
 from specplug.training.session import TrainingSession, learning_rate
 from specplug.training.settings import TrainingSettings
@@ -387,3 +388,45 @@ def test_goal_is_the_targets_own_distribution(
     options = {"intermediate_size": "48"}
     trained(settings(target, data, tmp_path, algorithm=algorithm, steps=1, options=options))
     assert asked
+
+
+@pytest.fixture
+def all_written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many texts each session would have the target write; it writes none."""
+    asked: list[int] = []
+
+    def choose(texts: Any, count: int, *_: Any) -> list[Any]:
+        asked.append(count)
+        return []
+
+    monkeypatch.setattr(session_module, "choose_prompts", choose)
+    monkeypatch.setattr(session_module, "regenerate", lambda *_: [])
+    return asked
+
+
+TEXT = {"text": "def mean(values):\n    return sum(values) / len(values)\n"}
+
+
+def test_texts_are_not_written_anew_on_a_cpu(
+    all_written: list[int], target: Path, tmp_path: Path
+) -> None:
+    told = settings(target, lines(tmp_path, *[TEXT] * 4), tmp_path / "out", regenerate=None)
+    TrainingSession(told, Recorded()).close()
+    assert all_written == []
+
+
+def test_prompts_are_answered_on_a_cpu_too(
+    all_written: list[int], target: Path, tmp_path: Path
+) -> None:
+    told = settings(target, lines(tmp_path, *[TEXT] * 4, PROMPT), tmp_path / "out", regenerate=None)
+    TrainingSession(told, Recorded()).close()
+    assert all_written == [512]
+
+
+@pytest.mark.parametrize(("repeat", "expected"), [(0.0, 3), (0.5, 4)])
+def test_texts_limit_the_rows(repeat: float, expected: int, target: Path, tmp_path: Path) -> None:
+    """Those that repeat are some of them."""
+    told = settings(target, lines(tmp_path, *[TEXT] * 12), tmp_path / "out", texts=3, repeat=repeat)
+    session = TrainingSession(told, Recorded())
+    assert len(session._rows) == expected
+    session.close()
