@@ -51,6 +51,10 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 Made = TypeVar("Made", bound=attrs.AttrsInstance)
 
+_MOST_SENT = 16
+"""Steps in a row, without a draft, whose tensors for the host are handed over together: one after
+another takes longer, since a pass has run between them."""
+
 
 class HookCalls:
     """The hooks of one run, typed and checked.
@@ -304,7 +308,8 @@ class HookCalls:
         )
         checked = check_draft_input(self._plugins, hook, made, size, like, self._spec)
         self._leave(batch, checked.host, like.device)
-        self._hand_over(runtime, keep=IN_FLIGHT)  # where no step drafts
+        if self._relay is not None and self._relay.num_sent > _MOST_SENT:  # no step drafts
+            self._hand_over(runtime, keep=IN_FLIGHT)
         return checked
 
     def fixup_idle(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> DraftInput:
@@ -420,18 +425,21 @@ class HookCalls:
 
     def on_step(self, runtime: Runtime, report: StepReport) -> None:
         """Tell all plugins of a processed step."""
-        self._plugins.call("on_step", runtime=self._lend(runtime), report=report)
+        if "on_step" not in self._plugins.core_alone:
+            self._plugins.call("on_step", runtime=self._lend(runtime), report=report)
         for part in parts_of(runtime):
             part.hooks.on_step(part.runtime, report)
 
     def on_request_finished(self, runtime: Runtime, report: RequestReport) -> None:
-        """Tell all plugins of an ended request."""
+        """Tell all plugins of an ended request, and before that what earlier steps have left."""
+        self._hand_over(runtime, keep=IN_FLIGHT)
         self._plugins.call("on_request_finished", runtime=self._lend(runtime), report=report)
         for part in parts_of(runtime):
             part.hooks.on_request_finished(part.runtime, report)
 
     def on_text_forgotten(self, runtime: Runtime, cache_salt: str | None) -> None:
         """Tell all plugins to drop the text that they keep of earlier requests."""
+        self._hand_over(runtime, keep=IN_FLIGHT)
         self._plugins.call("on_text_forgotten", runtime=self._lend(runtime), cache_salt=cache_salt)
         for part in parts_of(runtime):
             part.hooks.on_text_forgotten(part.runtime, cache_salt)

@@ -153,9 +153,8 @@ class SeveralAlgorithms(HeldParts):
     @hookimpl
     def create_worker(self, runtime: Runtime) -> SeveralWorker:
         given = self._given(runtime.config)
-        return SeveralWorker(
-            [runtime.part(part, **own) for part, own in zip(self._parts, given, strict=True)]
-        )
+        parts = [runtime.part(part, **own) for part, own in zip(self._parts, given, strict=True)]
+        return SeveralWorker(parts, [late for part in parts for late in part.feed_late()])
 
     @hookimpl
     def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
