@@ -9,6 +9,7 @@ within a few steps, and a text that does not change is known well.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,11 +19,13 @@ Several = Sequence[int] | Array
 
 _GRID = np.arange(-6.0, 6.01, 0.25)
 """Shifts that survivals are tabulated for."""
+_LOWEST, _STEP, _LAST = float(_GRID[0]), float(_GRID[1] - _GRID[0]), len(_GRID) - 1
 _MEMORIES = np.array([0.85, 0.98, 0.98])
 """What a draft leaves of what was known before, of each memory."""
 _PRIOR = np.array([0.3, 3.0, 1e9])
 """How much the run's rates count beside a request's own nodes, as the variance of a node: one at
 even odds has 0.25. The last one's is so great that its shift stays at 0."""
+_MEMORY_PRIORS = tuple(zip(_MEMORIES.tolist(), _PRIOR.tolist(), strict=True))
 _IDLE = np.array([0.97, 0.995, 0.995])
 """The same of a step in which an algorithm did not draft for the request."""
 _MOST_PULL = 4.0
@@ -114,6 +117,9 @@ class Acceptance:
         """
         if not len(rows):
             return
+        if len(rows) == 1:
+            self._observe_one(int(rows[0]), int(who[0]), int(asked[0]), int(taken[0]))
+            return
         row, of, deep, got = (np.asarray(each) for each in (rows, who, asked, taken))
         deep = np.minimum(deep, self.depth)
         got = np.minimum(got, deep)
@@ -139,6 +145,46 @@ class Acceptance:
         shift = (trust * pulls / (weights + _PRIOR)).sum(1)
         self._cells[place] = _cells(shift)
 
+    def _observe_one(self, row: int, of: int, deep: int, got: int) -> None:
+        """Learn what was accepted of one draft, as ``observe`` does of several: in plain numbers,
+        which are quicker than arrays of three."""
+        deep = min(deep, self.depth)
+        got = min(got, deep)
+        seen = min(got + 1, deep)
+        self._count_one(of, seen, got)
+        place = row, of
+        pulls, weights = self._pulls[place].tolist(), self._weights[place].tolist()
+        trust, likely = self._trust[place].tolist(), []
+        for m, (memory, prior) in enumerate(_MEMORY_PRIORS):
+            shift = pulls[m] / (weights[m] + prior)
+            cell = _cell(shift)
+            weight = self._weight.item(of, cell, seen)
+            told = got - self._expected.item(of, cell, seen)
+            told = min(max(told, -_MOST_PULL), _MOST_PULL) + weight * shift
+            pulls[m], weights[m] = memory * pulls[m] + told, memory * weights[m] + weight
+            miss = self._misses.item(of, cell, got) if got < seen else 0.0
+            likely.append(self._logs.item(of, cell, got) + miss)
+        most = max(likely)
+        trust = [each * math.exp(own - most) for each, own in zip(trust, likely, strict=True)]
+        total = sum(trust)
+        shared = _SHARE / len(_PRIOR)
+        trust = [each / total * (1 - _SHARE) + shared for each in trust]
+        self._pulls[place], self._weights[place], self._trust[place] = pulls, weights, trust
+        shift = sum(
+            trust[m] * pulls[m] / (weights[m] + prior)
+            for m, (_, prior) in enumerate(_MEMORY_PRIORS)
+        )
+        self._cells[place] = _cell(shift)
+
+    def _count_one(self, of: int, seen: int, got: int) -> None:
+        """Count the nodes of one draft for the run's rates."""
+        nodes, hits = self._seen[of, :seen], self._taken[of, :seen]
+        nodes *= _FADING
+        nodes += 1.0
+        hits *= _FADING
+        hits[:got] += 1.0
+        self._counted()
+
     def fade(self, rows: Array, steps: int = 1) -> None:
         """Let what is known of requests at a step fade a little towards the run's rates, whether
         or not they drafted: so what was not tried for long is tried again."""
@@ -155,6 +201,10 @@ class Acceptance:
         kept = _FADING**tries
         self._seen = self._seen * kept + tries
         self._taken = self._taken * kept + hits
+        self._counted()
+
+    def _counted(self) -> None:
+        """Make the tables anew, after some observations."""
         self._since += 1
         self._observed += 1
         if self._since >= min(_REFRESH, self._observed):
@@ -187,6 +237,11 @@ class Acceptance:
         self._weight = np.concatenate([none, np.cumsum(weight, -1)], -1)
         self._logs = np.concatenate([none, np.cumsum(np.log(chance), -1)], -1)
         self._misses = np.log1p(-chance)
+
+
+def _cell(shift: float) -> int:
+    """Return the nearest shift of the grid."""
+    return min(max(round((shift - _LOWEST) / _STEP), 0), _LAST)
 
 
 def _cells(shifts: Array) -> Array:
