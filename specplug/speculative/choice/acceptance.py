@@ -58,9 +58,7 @@ class Acceptance:
         self.depth = depth
         self._taken = np.zeros((algorithms, depth))
         self._seen = np.zeros((algorithms, depth))
-        self._pulls = np.zeros((0, algorithms, len(_PRIOR)))
-        self._weights = np.zeros((0, algorithms, len(_PRIOR)))
-        self._trust = np.zeros((0, algorithms, len(_PRIOR)))
+        self._known = np.zeros((0, algorithms, 3, len(_PRIOR)))  # pulls, weights, trust
         self._cells = np.zeros((0, algorithms), dtype=np.int64)
         self._order = np.arange(algorithms)
         self._since = 0
@@ -71,13 +69,11 @@ class Acceptance:
         """Begin a new request in a row."""
         if row >= len(self._cells):
             more = max(16, row + 1, 2 * len(self._cells)) - len(self._cells)
-            new = np.zeros((more, *self._pulls.shape[1:]))
-            self._pulls = np.concatenate([self._pulls, new])
-            self._weights = np.concatenate([self._weights, new])
-            self._trust = np.concatenate([self._trust, new])
-            self._cells = np.concatenate([self._cells, new[:, :, 0].astype(np.int64)])
-        self._pulls[row] = self._weights[row] = 0.0
-        self._trust[row] = 1 / len(_PRIOR)
+            new = np.zeros((more, *self._known.shape[1:]))
+            self._known = np.concatenate([self._known, new])
+            self._cells = np.concatenate([self._cells, new[:, :, 0, 0].astype(np.int64)])
+        self._known[row, :, :2] = 0.0
+        self._known[row, :, 2] = 1 / len(_PRIOR)
         self._cells[row] = len(_GRID) // 2
 
     def survival(self, rows: Array) -> Array:
@@ -93,7 +89,7 @@ class Acceptance:
     def doubt(self, rows: Array) -> Array:
         """Return the standard deviation of each request's log-odds, [n, A]; great where an
         algorithm was not tried for long."""
-        known = self._weights[rows, :, 1] + _PRIOR[1]
+        known = self._known[rows, :, 1, 1] + _PRIOR[1]
         doubt: Array = known**-0.5
         return doubt
 
@@ -126,22 +122,21 @@ class Acceptance:
         seen = np.minimum(got + 1, deep)  # nodes whose parents were accepted
         self._count(of, seen, got)
         place = row, of
-        pulls, weights = self._pulls[place], self._weights[place]  # [n, 2]
+        pulls, weights, trust = self._known[place].swapaxes(0, 1)  # [n, 3] each
         shifts = pulls / (weights + _PRIOR)
-        cells = _cells(shifts)
-        of, seen, got = of[:, None], seen[:, None], got[:, None]
-        expected = self._expected[of, cells, seen]
-        weight = self._weight[of, cells, seen]
-        likely = self._logs[of, cells, got] + np.where(
-            got < seen, self._misses[of, cells, np.minimum(got, self.depth - 1)], 0.0
-        )
+        cells = of[:, None] * len(_GRID) + _cells(shifts)
+        seen, got = seen[:, None], got[:, None]
+        at = cells * (self.depth + 1)
+        expected, weight = self._expected.take(at + seen), self._weight.take(at + seen)
+        missed = self._misses.take(cells * self.depth + np.minimum(got, self.depth - 1))
+        likely = self._logs.take(at + got) + missed * (got < seen)
         # A Newton step from where each memory stands, kept as sums that fade.
         told = np.clip(got - expected, -_MOST_PULL, _MOST_PULL) + weight * shifts
         pulls, weights = _MEMORIES * pulls + told, _MEMORIES * weights + weight
-        trust = self._trust[place] * np.exp(likely - likely.max(1, keepdims=True))
+        trust = trust * np.exp(likely - likely.max(1, keepdims=True))
         trust /= trust.sum(1, keepdims=True)
         trust = trust * (1 - _SHARE) + _SHARE / len(_PRIOR)
-        self._pulls[place], self._weights[place], self._trust[place] = pulls, weights, trust
+        self._known[place] = np.stack((pulls, weights, trust), 1)
         shift = (trust * pulls / (weights + _PRIOR)).sum(1)
         self._cells[place] = _cells(shift)
 
@@ -153,8 +148,8 @@ class Acceptance:
         seen = min(got + 1, deep)
         self._count_one(of, seen, got)
         place = row, of
-        pulls, weights = self._pulls[place].tolist(), self._weights[place].tolist()
-        trust, likely = self._trust[place].tolist(), []
+        pulls, weights, trust = self._known[place].tolist()
+        likely = []
         for m, (memory, prior) in enumerate(_MEMORY_PRIORS):
             shift = pulls[m] / (weights[m] + prior)
             cell = _cell(shift)
@@ -169,7 +164,7 @@ class Acceptance:
         total = sum(trust)
         shared = _SHARE / len(_PRIOR)
         trust = [each / total * (1 - _SHARE) + shared for each in trust]
-        self._pulls[place], self._weights[place], self._trust[place] = pulls, weights, trust
+        self._known[place] = pulls, weights, trust
         shift = sum(
             trust[m] * pulls[m] / (weights[m] + prior)
             for m, (_, prior) in enumerate(_MEMORY_PRIORS)
@@ -189,10 +184,11 @@ class Acceptance:
         """Let what is known of requests at a step fade a little towards the run's rates, whether
         or not they drafted: so what was not tried for long is tried again."""
         idle = _IDLE**steps
-        self._weights[rows] *= idle
-        pulls = self._pulls[rows] * idle
-        self._pulls[rows] = pulls
-        shift = (self._trust[rows] * pulls / (self._weights[rows] + _PRIOR)).sum(-1)
+        known = self._known[rows]  # [n, A, 3, 3]
+        known[:, :, :2] *= idle
+        self._known[rows] = known
+        pulls, weights, trust = known.transpose(2, 0, 1, 3)
+        shift = (trust * pulls / (weights + _PRIOR)).sum(-1)
         self._cells[rows] = _cells(shift)
 
     def _count(self, of: Array, seen: Array, got: Array) -> None:
