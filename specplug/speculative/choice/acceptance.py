@@ -131,7 +131,7 @@ class Acceptance:
         missed = self._misses.take(cells * self.depth + np.minimum(got, self.depth - 1))
         likely = self._logs.take(at + got) + missed * (got < seen)
         # A Newton step from where each memory stands, kept as sums that fade.
-        told = np.clip(got - expected, -_MOST_PULL, _MOST_PULL) + weight * shifts
+        told = np.minimum(np.maximum(got - expected, -_MOST_PULL), _MOST_PULL) + weight * shifts
         pulls, weights = _MEMORIES * pulls + told, _MEMORIES * weights + weight
         trust = trust * np.exp(likely - likely.max(1, keepdims=True))
         trust /= trust.sum(1, keepdims=True)
@@ -180,7 +180,7 @@ class Acceptance:
         hits[:got] += 1.0
         self._counted()
 
-    def fade(self, rows: Array, steps: int = 1) -> None:
+    def fade(self, rows: Several, steps: int = 1) -> None:
         """Let what is known of requests at a step fade a little towards the run's rates, whether
         or not they drafted: so what was not tried for long is tried again."""
         idle = _IDLE**steps
@@ -217,12 +217,14 @@ class Acceptance:
     def _refresh(self) -> None:
         """Make the tables of every shift, from the run's rates; at a depth that was seldom reached
         that of the one before it counts."""
-        rates = np.empty_like(self._seen)
-        rate = np.full(len(rates), _FIRST)
-        for depth in range(self.depth):
-            seen = self._seen[:, depth] + _FIRST_NODES
-            rates[:, depth] = rate = (self._taken[:, depth] + _FIRST_NODES * rate) / seen
-        rates = np.clip(rates, 0.02, 0.98)
+        known = []
+        for seen, taken in zip(self._seen.tolist(), self._taken.tolist(), strict=True):
+            rate, of_depths = _FIRST, []
+            for tries, hits in zip(seen, taken, strict=True):
+                rate = (hits + _FIRST_NODES * rate) / (tries + _FIRST_NODES)
+                of_depths.append(rate)
+            known.append(of_depths)
+        rates = np.clip(np.array(known).reshape(self._seen.shape), 0.02, 0.98)
         odds = np.log(rates / (1 - rates))
         shifted = np.clip(odds[:, None, :] + _GRID[:, None], -5.0, 5.0)  # [A, cells, D]
         chance = 1 / (1 + np.exp(-shifted))
@@ -242,6 +244,6 @@ def _cell(shift: float) -> int:
 
 def _cells(shifts: Array) -> Array:
     """Return the nearest shifts of the grid."""
-    steps = np.rint((shifts - _GRID[0]) / (_GRID[1] - _GRID[0]))
-    found: Array = np.clip(steps, 0, len(_GRID) - 1).astype(np.int64)
+    steps = np.rint((shifts - _LOWEST) / _STEP)
+    found: Array = np.minimum(np.maximum(steps, 0), _LAST).astype(np.int64)
     return found

@@ -97,7 +97,7 @@ class DraftPolicy:
         self._rate = plan.rate
         self._trials.earn(plan)
         if plan.depths.any() and self._trials.tries_plain(
-            plan, costs, lambda: self._plain_doubt(bs)
+            plan, costs, lambda: self.costs.plain_doubt(bs)
         ):
             return plain_plan(bs, costs)
         if not self._trials.is_due(bs):
@@ -108,20 +108,26 @@ class DraftPolicy:
 
     def observe(self, outcome: StepOutcome) -> None:
         """Learn from a step: what was accepted, and what it took."""
-        who, asked = outcome.who, outcome.asked
         # A request that has ended is forgotten before its last step is told.
-        rows = np.array([self._rows.get(each, -1) for each in outcome.request_ids], dtype=np.int64)
+        rows = [self._rows.get(each, -1) for each in outcome.request_ids]
         if self._step % _FADED == 0:
-            self.acceptance.fade(rows[rows >= 0], _FADED)
-        drafted = np.flatnonzero((who >= 0) & (asked > 0) & (rows >= 0))
-        if len(drafted):
-            accepted = outcome.accepted[drafted]
-            self.acceptance.observe(rows[drafted], who[drafted], asked[drafted], accepted)
-            self._heard[rows[drafted], who[drafted]] = self._step
+            self.acceptance.fade([row for row in rows if row >= 0], _FADED)
+        drafts = zip(
+            rows,
+            outcome.who.tolist(),
+            outcome.asked.tolist(),
+            outcome.accepted.tolist(),
+            strict=True,
+        )
+        known = [draft for draft in drafts if draft[0] >= 0 and draft[1] >= 0 and draft[2] > 0]
+        if known:
+            row, who, asked, accepted = zip(*known, strict=True)
+            self.acceptance.observe(row, who, asked, accepted)
+            self._heard[row, who] = self._step
         work, asked_nodes = self._work(outcome)
         for a, nodes in enumerate(asked_nodes):
             if nodes:
-                share = min(1.0, max(0.02, work.nodes.item(a) / nodes))
+                share = min(1.0, max(0.02, float(work.nodes[a]) / nodes))
                 self._filled[a] += 0.05 * (share - self._filled[a])
         self._learn_cost(outcome, work)
 
@@ -172,24 +178,11 @@ class DraftPolicy:
             rows=len(nodes) + sum(nodes),
             context=outcome.context,
             ragged=len(set(nodes)) > 1,
-            depths=np.array(depths),
-            requests=np.array(requests),
-            nodes=np.array(drafted),
+            depths=depths,
+            requests=requests,
+            nodes=drafted,
         )
         return work, asked
-
-    def _plain_doubt(self, bs: int) -> float:
-        nothing = np.zeros(self.costs.algorithms)
-        work = StepWork(
-            bs=bs,
-            rows=bs,
-            context=0.0,
-            ragged=False,
-            depths=nothing,
-            requests=nothing,
-            nodes=nothing,
-        )
-        return self.costs.doubt(work)
 
     def _row(self, request_id: str) -> int:
         row = self._rows.get(request_id)
