@@ -255,8 +255,7 @@ def _chunk(
         next_tokens=next_tokens,
         own_tokens=torch.cat([output.own_tokens for output in outputs])[picked],
         per_node={
-            name: torch.cat([output.per_node[name] for output in outputs])[picked]
-            for name in names
+            name: torch.cat([output.per_node[name] for output in outputs])[picked] for name in names
         },
         last_rows=last_rows,
         accept_lens=accept_lens,

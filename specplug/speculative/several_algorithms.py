@@ -1,8 +1,9 @@
 """``NGRAM,EAGLE3``: several algorithms in one run. Each request takes the drafts of one in a step.
 
-It is an algorithm like any other, which holds parts. Each part hears of every committed token, so
-its keys, values and state are right whoever drafted the last step. ``Batch.drafters`` says who
-drafts for which request. Importing this module does not import torch.
+It is an algorithm like any other, which holds parts. Each part hears of every committed token
+before it drafts, so its keys, values and state are right whoever drafted the last step; where its
+capabilities allow that, not sooner (``late_feed``). ``Batch.drafters`` says who drafts for which
+request. Importing this module does not import torch.
 """
 
 from __future__ import annotations

@@ -119,7 +119,8 @@ def _for_one(survival: Array, costs: Costs) -> Plan | None:
     few."""
     curve, filled = costs.curve.tolist(), costs.filled.tolist()
     best: tuple[float, int, int, float, float] | None = None
-    for a, (chances, own) in enumerate(zip(survival.tolist(), costs.drafters.tolist(), strict=True)):
+    drafters = costs.drafters.tolist()
+    for a, (chances, own) in enumerate(zip(survival.tolist(), drafters, strict=True)):
         fixed, share, tokens = own[0] + own[2], filled[a], 1.0
         of_depth = own[1] + own[3] * share
         for depth, chance in enumerate(chances, 1):
@@ -238,7 +239,8 @@ class _Ways:
             allowed: the algorithms.
         """
         bs = len(who)
-        nodes, tokens, seconds = 0.0, float(bs), 0.0
+        nodes, tokens, seconds = np.zeros((3, self.deep.shape[2]))
+        tokens += bs
         most, least = [], []
         for a in allowed:
             mine = np.flatnonzero(who == a)
@@ -246,14 +248,14 @@ class _Ways:
                 continue
             reach, drafter = self.reach[mine, a], costs.drafters[a]
             drafted = self.deep[mine, a].sum(0) * costs.filled[a]
-            tokens = tokens + self.gained[mine, a].sum(0)
-            nodes = nodes + drafted
+            tokens += self.gained[mine, a].sum(0)
+            nodes += drafted
             most.append(np.minimum.outer(reach.max(0), self.limits).ravel())
             least.append(np.minimum.outer(reach.min(0), self.limits).ravel())
             requests = np.count_nonzero(reach, 0).repeat(len(self.limits))
-            seconds = seconds + (drafter[0] * (most[-1] > 0) + drafter[1] * most[-1])
+            seconds += drafter[0] * (most[-1] > 0) + drafter[1] * most[-1]
             seconds += drafter[3] * drafted + drafter[2] * requests
-        seconds = seconds + costs.curve[bs + np.ceil(nodes).astype(np.int64)]
+        seconds += costs.curve[bs + np.ceil(nodes).astype(np.int64)]
         seconds += costs.ragged * (np.maximum.reduce(most) != np.minimum.reduce(least))
         way = int((tokens / seconds).argmax())
         return _plan(who, self.deep[np.arange(bs), who, way], tokens[way], seconds[way])
