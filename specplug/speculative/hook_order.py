@@ -551,7 +551,9 @@ class HookOrder:
     def check(self, running: Collection[str]) -> None:
         """Assert that nothing is kept of requests other than these."""
         for late in self._late:
-            assert set(running).issuperset(late.waiting), "what an ended request was to be fed is kept"
+            assert set(running).issuperset(late.waiting), (
+                "what an ended request was to be fed is kept"
+            )
 
     # Disaggregation, and ranks without a request
 

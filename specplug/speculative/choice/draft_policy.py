@@ -124,10 +124,10 @@ class DraftPolicy:
             row, who, asked, accepted = zip(*known, strict=True)
             self.acceptance.observe(row, who, asked, accepted)
             self._heard[row, who] = self._step
-        work, asked_nodes = self._work(outcome)
-        for a, nodes in enumerate(asked_nodes):
-            if nodes:
-                share = min(1.0, max(0.02, float(work.nodes[a]) / nodes))
+        work = self.work_of(outcome)
+        for a, (asked, drafted) in enumerate(zip(work.asked, work.nodes, strict=True)):
+            if asked:
+                share = min(1.0, max(0.02, float(drafted) / asked))
                 self._filled[a] += 0.05 * (share - self._filled[a])
         self._learn_cost(outcome, work)
 
@@ -135,7 +135,7 @@ class DraftPolicy:
         """Learn what steps take that were run before the first request; of their tokens nothing is
         learned."""
         for outcome in outcomes:
-            self._learn_cost(outcome, self._work(outcome)[0], trusted=True)
+            self._learn_cost(outcome, self.work_of(outcome), trusted=True)
 
     def _learn_cost(self, outcome: StepOutcome, work: StepWork, *, trusted: bool = False) -> None:
         if outcome.seconds is not None:
@@ -161,8 +161,8 @@ class DraftPolicy:
         if row is not None:
             self._free.append(row)
 
-    def _work(self, outcome: StepOutcome) -> tuple[StepWork, list[int]]:
-        """Return what a step did, and how many nodes each algorithm was asked for."""
+    def work_of(self, outcome: StepOutcome) -> StepWork:
+        """Return what was done in a step."""
         algorithms = self.costs.algorithms
         depths, requests, drafted, asked = ([0] * algorithms for _ in range(4))
         nodes = outcome.nodes.tolist()
@@ -173,7 +173,7 @@ class DraftPolicy:
                 requests[a] += 1
                 drafted[a] += made
                 asked[a] += depth
-        work = StepWork(
+        return StepWork(
             bs=len(nodes),
             rows=len(nodes) + sum(nodes),
             context=outcome.context,
@@ -181,8 +181,8 @@ class DraftPolicy:
             depths=depths,
             requests=requests,
             nodes=drafted,
+            asked=asked,
         )
-        return work, asked
 
     def _row(self, request_id: str) -> int:
         row = self._rows.get(request_id)

@@ -39,6 +39,7 @@ class StepWork:
         depths: [A] the deepest draft of each algorithm; 0: it drafts nothing.
         requests: [A] for how many each drafts.
         nodes: [A] how many it drafts, without roots.
+        asked: [A] how many it was asked for; (): not known.
     """
 
     bs: int
@@ -48,6 +49,7 @@ class StepWork:
     depths: Several
     requests: Several
     nodes: Several
+    asked: Several = ()
 
 
 @attrs.frozen(kw_only=True)
