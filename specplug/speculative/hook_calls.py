@@ -16,7 +16,8 @@ object whose methods were replaced, is of no effect. Tensors are torch's own (``
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -496,9 +497,19 @@ def rebuilt(plugins: PluginGuard, hook: str, found: Any, kind: type[Made], calle
     """Return an object of the type ``kind`` itself with the fields of what a hook gave, if it gave
     a ``kind``, which messages call ``called``."""
     check_type(plugins, hook, found, kind, called)
+    names, read = _init_fields(kind)
+
+    def remade() -> Made:
+        return kind(**dict(zip(names, read(found), strict=True)))
+
+    return plugins.guard(hook, remade)
+
+
+@cache
+def _init_fields(kind: type[attrs.AttrsInstance]) -> tuple[list[str], Callable[[Any], Any]]:
+    """Return the names of what a type is made of, and what reads that of an object."""
     names = [field.name for field in attrs.fields(kind) if field.init]
-    values = plugins.guard(hook, attrgetter(*names), found)
-    return plugins.guard(hook, kind, **dict(zip(names, values, strict=True)))
+    return names, attrgetter(*names)
 
 
 def check_draft(
@@ -596,9 +607,12 @@ def check_draft_input(
     tokens = {"bonus_tokens": draft_input.bonus_tokens}
     check_tensors(plugins, hook, "a draft input", tokens, size, like)
     check_integers(plugins, hook, "gave bonus_tokens", draft_input.bonus_tokens, like)
-    draft_input.state = check_tensors(
-        plugins, hook, "a state", draft_input.state, size, like, may_lack=True
-    )
+    if type(draft_input.state) is dict and not draft_input.state:
+        draft_input.state = {}
+    else:
+        draft_input.state = check_tensors(
+            plugins, hook, "a state", draft_input.state, size, like, may_lack=True
+        )
     if draft_input.host:
         draft_input.host = check_tensors(
             plugins, hook, "host", draft_input.host, size, like, may_lack=True, on_host=True
