@@ -109,21 +109,17 @@ class DraftPolicy:
     def observe(self, outcome: StepOutcome) -> None:
         """Learn from a step: what was accepted, and what it took."""
         # A request that has ended is forgotten before its last step is told.
-        rows = [self._rows.get(each, -1) for each in outcome.request_ids]
+        rows = np.array([self._rows.get(each, -1) for each in outcome.request_ids], dtype=np.int64)
         if self._step % _FADED == 0:
-            self.acceptance.fade([row for row in rows if row >= 0], _FADED)
-        drafts = zip(
-            rows,
-            outcome.who.tolist(),
-            outcome.asked.tolist(),
-            outcome.accepted.tolist(),
-            strict=True,
-        )
-        known = [draft for draft in drafts if draft[0] >= 0 and draft[1] >= 0 and draft[2] > 0]
-        if known:
-            row, who, asked, accepted = zip(*known, strict=True)
-            self.acceptance.observe(row, who, asked, accepted)
-            self._heard[row, who] = self._step
+            self.acceptance.fade(rows[rows >= 0], _FADED)
+        drafted = (outcome.who >= 0) & (outcome.asked > 0) & (rows >= 0)
+        draft = rows, outcome.who, outcome.asked, outcome.accepted
+        if not drafted.all():
+            row, who, asked, accepted = (each[drafted] for each in draft)
+        else:
+            row, who, asked, accepted = draft
+        self.acceptance.observe(row, who, asked, accepted)
+        self._heard[row, who] = self._step
         work = self.work_of(outcome)
         for a, (asked, drafted) in enumerate(zip(work.asked, work.nodes, strict=True)):
             if asked:
