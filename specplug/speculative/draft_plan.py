@@ -6,10 +6,14 @@ All of it is known on the host when the step is launched. No torch here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import attrs
 
 from specplug.errors import shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NOBODY = -1
 """In ``DraftPlan.who``: nothing is drafted for the request."""
@@ -36,6 +40,42 @@ ANY_DRAFT = DraftWish()
 
 
 @attrs.frozen(eq=False, kw_only=True)
+class ForeseenDrafts:
+    """The chains that an algorithm would draft for the requests of a step, known on the host.
+
+    Attributes:
+        tokens: [bs, D] int64 on the CPU, those after each root.
+        scores: [bs, D] float32 on the CPU, of these nodes, as in ``Draft.scores``; -inf after the
+            last one of a request.
+        known: how many tokens of each request, its prompt included, the algorithm has read: the
+            first of its ``tokens`` would follow them.
+        is_current: whether it has read all tokens that the steps before have committed, so that
+            this is what it would draft now. The core says so.
+    """
+
+    tokens: Tensor
+    scores: Tensor
+    known: Sequence[int]
+    is_current: bool = False
+
+    @classmethod
+    def untold(cls, size: int) -> ForeseenDrafts:
+        """Return that of an algorithm that does not say: D is 0."""
+        import torch
+
+        return cls(
+            tokens=torch.empty(size, 0, dtype=torch.int64),
+            scores=torch.empty(size, 0, dtype=torch.float32),
+            known=(0,) * size,
+        )
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the algorithm says what it would draft."""
+        return self.tokens.shape[1] > 0
+
+
+@attrs.frozen(eq=False, kw_only=True)
 class DraftChoices:
     """What can be chosen for the requests of a decode step, [bs] in the batch's order.
 
@@ -49,6 +89,7 @@ class DraftChoices:
         most_nodes: for each request, the most nodes that can be verified, the root included: at
             least 1. It is what the request asks for at most, and what it has slots for.
         verify_budget: the most nodes of all requests together, at least bs; None: no limit.
+        foreseen: for each of ``names`` what it says that it would draft, by ``foresee_drafts``.
     """
 
     names: tuple[str, ...]
@@ -56,6 +97,7 @@ class DraftChoices:
     allowed: tuple[tuple[int, ...], ...]
     most_nodes: tuple[int, ...]
     verify_budget: int | None = None
+    foreseen: tuple[ForeseenDrafts, ...] = ()
 
     @classmethod
     def of(

@@ -2,7 +2,7 @@
 
 The embedded engine drives it, and so can any other engine (docs/hosting.md has one of a page)::
 
-    a decode step      draft            resolve -> plan_drafts -> propose
+    a decode step      draft            resolve -> foresee_drafts -> plan_drafts -> propose
                                         -> narrow, cut to the budget
                        (the host)       runs the target's pass over the nodes, samples at each
                        verify           verify
@@ -48,7 +48,13 @@ from torch import Tensor
 from specplug.speculative.calibration import Calibration
 from specplug.speculative.draft import Draft, DraftInput
 from specplug.speculative.draft_cuts import cut_to_budget, narrow
-from specplug.speculative.draft_plan import UNDRAFTED, DraftChoices, DraftPlan, DraftWish
+from specplug.speculative.draft_plan import (
+    UNDRAFTED,
+    DraftChoices,
+    DraftPlan,
+    DraftWish,
+    ForeseenDrafts,
+)
 from specplug.speculative.future_map import FutureMap, is_plain
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.host_copy import upload
@@ -60,6 +66,7 @@ from specplug.speculative.planned_drafts import (
 )
 from specplug.speculative.rotation import chunk_tails, rotate_chunks
 from specplug.speculative.runtime import AttentionPlan, Runtime
+from specplug.speculative.several_worker import SeveralWorker
 from specplug.speculative.verify import (
     CommittedOutput,
     TargetOutput,
@@ -393,7 +400,15 @@ class HookOrder:
         choices = DraftChoices.of(self._drafters, most, wishes, scheduled.verify_budget)
         if not asks:
             return choices.default()
+        choices = attrs.evolve(choices, foreseen=self._foreseen(batch))
         return self._hooks.plan_drafts(self._runtime, batch, choices)
+
+    def _foreseen(self, batch: Batch) -> tuple[ForeseenDrafts, ...]:
+        """Return what each that can draft says that it would."""
+        worker = self._runtime.worker
+        if isinstance(worker, SeveralWorker):
+            return tuple(part.foresee_drafts(batch.requests) for part in worker.parts)
+        return (self._hooks.foresee_drafts(self._runtime, batch.requests),)
 
     def _propose(
         self, batch: Batch, draft_input: DraftInput, plan: DraftPlan | None, roots: Tensor

@@ -32,6 +32,11 @@ class HostRelay:
     def __init__(self) -> None:
         self._sent: deque[_Sent] = deque()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether all that was sent was handed over."""
+        return not self._sent
+
     def send(
         self, batch: Batch, tensors: Mapping[str, Tensor | None], device: torch.device
     ) -> None:

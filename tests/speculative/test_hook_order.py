@@ -25,6 +25,7 @@ from specplug import (
     DraftFiles,
     DraftInput,
     DraftPlan,
+    ForeseenDrafts,
     FutureMap,
     HostCapabilities,
     RequestReport,
@@ -59,6 +60,7 @@ from specplug.speculative.hook_order import (
     ForwardMode,
     Half,
     HookOrder,
+    RequestView,
     Scheduled,
 )
 from specplug.speculative.verify import compact
@@ -165,6 +167,13 @@ class Everything:
     ) -> DraftInput:
         self._note("build_disagg_draft_input", runtime, batch, last_tokens, future_map)
         return DraftInput(bonus_tokens=last_tokens, state={"seen": batch.seq_lens.clone()})
+
+    @hookimpl
+    def foresee_drafts(
+        self, runtime: Any, requests: Sequence[RequestView]
+    ) -> ForeseenDrafts | None:
+        self._note("foresee_drafts", runtime, requests)
+        return None
 
     @hookimpl
     def plan_drafts(self, runtime: Any, batch: Batch, choices: DraftChoices) -> DraftPlan | None:
@@ -374,7 +383,7 @@ class ToyHost:
 
 
 PROMPTS = {2: (1, 2, 3, 4, 5), 5: (6, 0, 9), 4: (8, 8, 8, 10)}
-DRAFT = ["plan_drafts", "on_host_tensors", "propose"]
+DRAFT = ["on_host_tensors", "foresee_drafts", "plan_drafts", "propose"]
 FEED = ["build_draft_input", "publish", "stash"]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -74,21 +74,32 @@ class DraftPolicy:
         self._rate = 0.0
         self._reach = np.arange(1, depth + 1)
 
-    def plan(self, request_ids: Sequence[str], most: Array, context: float = 0.0) -> Plan:
+    def plan(
+        self,
+        request_ids: Sequence[str],
+        most: Array,
+        context: float = 0.0,
+        known: Mapping[int, Array] | None = None,
+    ) -> Plan:
         """Return the plan of a step.
 
         Args:
             request_ids: of its n requests.
             most: [n, A] int64, how deep each algorithm may draft for each request; 0: not at all.
             context: committed tokens of all requests.
+            known: by algorithm, [n, D] float64, the survival of the nodes that it will draft; 0
+                from where on it drafts none. Of those that are not there it is estimated.
         """
         self._step += 1
+        known = known or {}
         rows = np.array([self._row(each) for each in request_ids], dtype=np.int64)
         able = most[:, :, None] >= self._reach
-        survival = self.acceptance.survival(rows) * able
+        survival = _with_known(self.acceptance.survival(rows), known) * able
         bs = len(rows)
         nodes = int(most.max(1, initial=0).sum())
-        costs = Costs.of(self.costs, bs, context, nodes, self._filled)
+        filled = self._filled.copy()
+        filled[list(known)] = 1.0
+        costs = Costs.of(self.costs, bs, context, nodes, filled)
         if not nodes:
             return plain_plan(bs, costs)
         depth = int(most.max())
@@ -101,7 +112,8 @@ class DraftPolicy:
         if not self._trials.is_due(bs):
             return plan
         ages = self._step - self._heard[rows]
-        hopeful = self.acceptance.hopeful(rows, hope(ages)) * able
+        ages[:, list(known)] = 0
+        hopeful = _with_known(self.acceptance.hopeful(rows, hope(ages)), known) * able
         return self._trials.mended(plan, survival, hopeful[:, :, :depth], ages, costs)
 
     def observe(self, outcome: StepOutcome) -> None:
@@ -139,19 +151,25 @@ class DraftPolicy:
                 share = min(1.0, max(0.02, nodes[mine].sum() / asked[mine].sum()))
                 self._filled[a] += 0.05 * (share - self._filled[a])
 
-    def heard(self, request_id: str, algorithm: int, *, asked: int, right: int) -> None:
+    def heard(
+        self, request_ids: Sequence[str], algorithm: int, *, asked: int, right: Sequence[int]
+    ) -> None:
         """Learn what an algorithm that did not draft would have had right: full information, at no
         cost to the target.
 
         Args:
+            request_ids: n of them.
             asked: how deep it is known.
-            right: how many of its tokens, from the first on, the target took.
+            right: [n] how many of its tokens, from the first on, the target took.
         """
-        row = self._rows.get(request_id)
-        if row is None:
+        known = [(self._rows.get(each), got) for each, got in zip(request_ids, right, strict=True)]
+        rows = [row for row, _ in known if row is not None]
+        if not rows:
             return
-        self.acceptance.observe([row], [algorithm], [asked], [right])
-        self._heard[row, algorithm] = self._step
+        got = [each for row, each in known if row is not None]
+        of = [algorithm] * len(rows)
+        self.acceptance.observe(rows, of, [asked] * len(rows), got)
+        self._heard[rows, algorithm] = self._step
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""
@@ -202,3 +220,15 @@ class DraftPolicy:
                 self._heard = np.concatenate([self._heard, more.astype(np.int64)])
             self._heard[row] = self._step - _NEW
         return row
+
+
+def _with_known(survival: Array, known: Mapping[int, Array]) -> Array:
+    """Return survivals [n, A, D] with those of some algorithms replaced."""
+    if not known:
+        return survival
+    survival = survival.copy()
+    for a, nodes in known.items():
+        depth = min(nodes.shape[1], survival.shape[2])
+        survival[:, a] = 0.0
+        survival[:, a, :depth] = nodes[:, :depth]
+    return survival

@@ -9,8 +9,9 @@ import numpy as np
 
 from specplug.hookspecs import hookimpl
 from specplug.speculative.choice.draft_policy import DraftPolicy, StepOutcome
+from specplug.speculative.choice.foresight import Foresight
 from specplug.speculative.choice.step_cost import CPU_COSTS, GPU_COSTS, StepCosts
-from specplug.speculative.draft_plan import NOBODY, DraftChoices, DraftPlan
+from specplug.speculative.draft_plan import NOBODY, DraftChoices, DraftPlan, ForeseenDrafts
 
 if TYPE_CHECKING:
     from specplug.speculative.hook_order import Batch
@@ -36,6 +37,7 @@ class MeasuredChoice:
     def __init__(self, *, deterministic: bool = False) -> None:
         self._deterministic = deterministic
         self._policy: DraftPolicy | None = None
+        self._foresights: list[Foresight] = []
         self._names: tuple[str, ...] = ()
         self._context = 0.0
         self._on_cpu = True
@@ -46,7 +48,13 @@ class MeasuredChoice:
         policy = self._policy or self._start(runtime, choices)
         ids = [request.request_id for request in batch.requests]
         self._context = float(sum(len(request.token_ids) for request in batch.requests))
-        plan = policy.plan(ids, _most_depths(choices), self._context)
+        foreseen = {a: each for a, each in enumerate(choices.foreseen) if each.is_told}
+        expected = {a: self._foresee(a, each, batch, choices) for a, each in foreseen.items()}
+        known = {a: survival for a, (survival, _) in expected.items() if foreseen[a].is_current}
+        plan = policy.plan(ids, _most_depths(choices), self._context, known)
+        for a, each in foreseen.items():
+            tokens, bins = each.tokens.numpy(), expected[a][1]
+            self._foresights[a].wait(batch.requests, each.known, tokens, bins, plan.who == a)
         nodes = np.where(plan.who == NOBODY, 1, plan.depths + 1)
         return DraftPlan(who=tuple(plan.who.tolist()), most_nodes=tuple(nodes.tolist()))
 
@@ -79,11 +87,26 @@ class MeasuredChoice:
         """Forget an ended request."""
         if self._policy is not None:
             self._policy.forget(report.request_id)
+        for foresight in self._foresights:
+            foresight.forget(report.request_id)
+
+    def _foresee(
+        self, algorithm: int, foreseen: ForeseenDrafts, batch: Batch, choices: DraftChoices
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Learn from what has become known of what an algorithm foresaw before; return the
+        survivals of what it foresees now, and their bins."""
+        foresight = self._foresights[algorithm]
+        names, right = foresight.compare(batch.requests)
+        if names and not foreseen.is_current and self._policy is not None:
+            most = choices.num_draft_tokens[algorithm] - 1
+            self._policy.heard(names, algorithm, asked=most, right=right)
+        return foresight.expect(foreseen.scores.numpy())
 
     def _start(self, runtime: Runtime, choices: DraftChoices) -> DraftPolicy:
         """Return the policy of the run, whose algorithms the first step tells."""
         self._on_cpu = runtime.device.type == "cpu"
         self._names = choices.names
+        self._foresights = [Foresight() for _ in choices.names]
         costs = StepCosts(
             len(choices.names),
             CPU_COSTS if self._on_cpu else GPU_COSTS,
