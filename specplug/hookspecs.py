@@ -323,7 +323,10 @@ def plan_drafts(runtime: Runtime, batch: Batch, choices: DraftChoices) -> DraftP
     Returns:
         The plan. A request's ``max_draft_nodes`` is lowered to it before ``propose``, which is not
         called where nobody drafts. What a request does not allow is not drafted, whatever the plan
-        says. None: the first algorithm that a request allows drafts, as much as it can.
+        says. After ``propose`` the batch is cut to the plan's ``verify_budget``: it is a number
+        that the host chooses before it knows a draft, and which nodes are kept is found on the
+        device, by their calibrated scores. Some hosts do not heed it. None: the first algorithm
+        that a request allows drafts, as much as it can.
     """
 
 

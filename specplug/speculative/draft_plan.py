@@ -89,6 +89,8 @@ class DraftChoices:
         most_nodes: for each request, the most nodes that can be verified, the root included: at
             least 1. It is what the request asks for at most, and what it has slots for.
         verify_budget: the most nodes of all requests together, at least bs; None: no limit.
+        takes_budget: whether ``DraftPlan.verify_budget`` is heeded: the host verifies drafts whose
+            widths the device alone knows.
         foreseen: for each of ``names`` what it says that it would draft, by ``foresee_drafts``.
     """
 
@@ -97,6 +99,7 @@ class DraftChoices:
     allowed: tuple[tuple[int, ...], ...]
     most_nodes: tuple[int, ...]
     verify_budget: int | None = None
+    takes_budget: bool = False
     foreseen: tuple[ForeseenDrafts, ...] = ()
 
     @classmethod
@@ -162,7 +165,15 @@ class DraftChoices:
             drafts = drafter in allowed and room > 1
             who.append(drafter if drafts else NOBODY)
             nodes.append(room if drafts else 1)
-        return DraftPlan(who=tuple(who), most_nodes=tuple(nodes))
+        return DraftPlan(
+            who=tuple(who),
+            most_nodes=tuple(nodes),
+            verify_budget=self._bound_budget(plan.verify_budget, sum(nodes)),
+        )
+
+    def _bound_budget(self, planned: int | None, nodes: int) -> int | None:
+        """Return the budget of a plan of so many nodes, if it is one and is heeded."""
+        return planned if self.takes_budget and planned is not None and planned < nodes else None
 
 
 @attrs.frozen(kw_only=True)
@@ -175,10 +186,15 @@ class DraftPlan:
         most_nodes: [bs] the most nodes that are drafted for it, the root included, at least 1. The
             algorithm learns it before it drafts (``Batch.max_draft_nodes``), and its draft is cut
             to it. Greater than what it can draft, or has room for: that is what counts.
+        verify_budget: the most nodes that are verified of all requests together, the roots
+            included, at least bs; None: all that are drafted. The core keeps those that survive
+            most likely, by the calibrated scores of the drafts, on the device. A host that cannot
+            (``DraftChoices.takes_budget``) verifies all. The run's own budget binds too.
     """
 
     who: tuple[int, ...]
     most_nodes: tuple[int, ...]
+    verify_budget: int | None = None
 
     def check(self, choices: DraftChoices) -> None:
         """Refuse what is no plan for a step.
@@ -201,3 +217,9 @@ class DraftPlan:
                     f"{name}={shown(found)}; expected a tuple with one integer {bounds} for each "
                     f"of the {size} requests"
                 )
+        budget = self.verify_budget
+        if not (budget is None or (type(budget) is int and budget >= size)):
+            raise ValueError(
+                f"verify_budget={shown(budget)}; expected an integer of at least {size}, one node "
+                "for each request, or None"
+            )

@@ -375,7 +375,7 @@ class HookOrder:
             batch=batch,
             map_rows=scheduled.map_rows,
             seq_lens=starts,
-            draft=self._cut(draft, most, scheduled),
+            draft=self._cut(draft, most, _budget(plan, scheduled), rows),
             proposed=draft.widths or (draft.width,) * len(draft.tokens),
             drafters=self._names(plan, len(starts)),
             planned=most,
@@ -400,7 +400,11 @@ class HookOrder:
         choices = DraftChoices.of(self._drafters, most, wishes, scheduled.verify_budget)
         if not asks:
             return choices.default()
-        choices = attrs.evolve(choices, foreseen=self._foreseen(batch))
+        choices = attrs.evolve(
+            choices,
+            takes_budget=self._runtime.host.verify_budget,
+            foreseen=self._foreseen(batch),
+        )
         return self._hooks.plan_drafts(self._runtime, batch, choices)
 
     def _foreseen(self, batch: Batch) -> tuple[ForeseenDrafts, ...]:
@@ -437,9 +441,8 @@ class HookOrder:
         own = attrs.evolve(draft_input, bonus_tokens=roots)
         return propose_planned(planned, own, [Proposer(propose, lambda name: True)])
 
-    def _cut(self, draft: Draft, most: tuple[int, ...], scheduled: Scheduled) -> Draft:
+    def _cut(self, draft: Draft, most: tuple[int, ...], budget: int | None, rows: Tensor) -> Draft:
         """Cut a draft to what each request has room for, and to the step's budget."""
-        budget, rows = scheduled.verify_budget, scheduled.req_indices
         if draft.is_wider(most):
             draft = narrow(draft, most, self.calibration.survival(draft, rows))
         if budget is not None and budget < draft.total:
@@ -578,3 +581,9 @@ class HookOrder:
         empty = DraftInput(bonus_tokens=committed.bonus_tokens)
         made = self._hooks.fixup_idle(self._runtime, batch, empty)
         self._hooks.publish_and_stash(self._future_map, nothing, nothing, committed, made)
+
+
+def _budget(plan: DraftPlan | None, scheduled: Scheduled) -> int | None:
+    """Return the most nodes that a step verifies: those of the run, or fewer by its plan."""
+    found = scheduled.verify_budget, None if plan is None else plan.verify_budget
+    return min((each for each in found if each is not None), default=None)

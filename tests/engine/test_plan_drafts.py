@@ -52,6 +52,7 @@ class Dice:
     def __init__(self, seed: int = 0) -> None:
         self.random = random.Random(seed)
         self.reports: list[StepReport] = []
+        self.budgets: list[int | None] = []
 
     @hookimpl
     def plan_drafts(self, batch: Batch, choices: DraftChoices) -> DraftPlan:
@@ -60,7 +61,11 @@ class Dice:
         if not self.random.randrange(4):
             who = (who[0],) * len(who)
         most = tuple(self.random.randint(1, most) for most in choices.most_nodes)
-        return DraftPlan(who=who, most_nodes=most)
+        budget = self.random.choice([None, self.random.randint(len(most), sum(most))])
+        assert choices.takes_budget
+        plan = DraftPlan(who=who, most_nodes=most, verify_budget=budget)
+        self.budgets.append(choices.bound(plan).verify_budget)
+        return plan
 
     @hookimpl
     def on_step(self, report: StepReport) -> None:
@@ -138,6 +143,9 @@ def test_tokens_are_nones_whatever_dice_choose(
         ):
             assert width <= planned
             assert drafter != "NONE" or width == 1
+    decoded = [report for report in dice.reports if report.decode_ids]
+    for budget, report in zip(dice.budgets, decoded, strict=False):
+        assert budget is None or sum(report.widths) <= budget
 
 
 @pytest.mark.parametrize(("index", "name"), [(0, "NGRAM"), (1, "EAGLE3")])
