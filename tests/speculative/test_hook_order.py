@@ -609,7 +609,10 @@ class NoReads(TorchFunctionMode):
 
 @pytest.mark.parametrize("heeds", [True, False])
 @pytest.mark.parametrize("budget", [3, 4, 7, 9, 12, None])
-def test_planned_budget_keeps_what_survives_best(budget: int | None, heeds: bool) -> None:
+def test_planned_budget_keeps_what_survives_best(
+    budget: int | None, heeds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specplug.debug.DEBUG", False)  # which reads values
     host = ToyHost(plugin=Scored([]), verify_budget=heeds)
     host.prefill(PROMPTS)
     host.plugin.budget = budget
