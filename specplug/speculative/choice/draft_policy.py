@@ -70,6 +70,8 @@ class DraftPolicy:
         self._free: list[int] = []
         self._heard = np.zeros((0, algorithms), dtype=np.int64)
         self._filled = np.ones(algorithms)
+        # Nothing is to be estimated of those whose drafts are known before they are made.
+        self._is_known = np.zeros(algorithms, dtype=bool)
         self._step = 0
         self._rate = 0.0
         self._reach = np.arange(1, depth + 1)
@@ -92,13 +94,14 @@ class DraftPolicy:
         """
         self._step += 1
         known = known or {}
+        self._is_known[:] = False
+        self._is_known[list(known)] = True
         rows = np.array([self._row(each) for each in request_ids], dtype=np.int64)
         able = most[:, :, None] >= self._reach
         survival = _with_known(self.acceptance.survival(rows), known) * able
         bs = len(rows)
         nodes = int(most.max(1, initial=0).sum())
-        filled = self._filled.copy()
-        filled[list(known)] = 1.0
+        filled = np.where(self._is_known, 1.0, self._filled)
         costs = Costs.of(self.costs, bs, context, nodes, filled)
         if not nodes:
             return plain_plan(bs, costs)
@@ -112,7 +115,7 @@ class DraftPolicy:
         if not self._trials.is_due(bs):
             return plan
         ages = self._step - self._heard[rows]
-        ages[:, list(known)] = 0
+        ages[:, self._is_known] = 0
         hopeful = _with_known(self.acceptance.hopeful(rows, hope(ages)), known) * able
         return self._trials.mended(plan, survival, hopeful[:, :, :depth], ages, costs)
 
@@ -123,7 +126,7 @@ class DraftPolicy:
         rows = np.array([self._rows.get(each, -1) for each in outcome.request_ids], dtype=np.int64)
         if self._step % _FADED == 0:
             self.acceptance.fade(rows[rows >= 0], _FADED)
-        drafted = np.flatnonzero((who >= 0) & (asked > 0) & (rows >= 0))
+        drafted = np.flatnonzero((asked > 0) & (rows >= 0) & ~self._is_known[who])
         if len(drafted):
             accepted = outcome.accepted[drafted]
             self.acceptance.observe(rows[drafted], who[drafted], asked[drafted], accepted)
