@@ -166,7 +166,7 @@ class StepCosts:
             weights - of_draft, seconds - draft_seconds, trusted=trusted, skippable=not trusted
         )
         if draft_seconds > 0:
-            part = 1 + int(work.requests.argmax())
+            part = 1 + int(np.argmax(work.requests))
             self._filter.observe(
                 of_draft, draft_seconds, part, trusted=trusted, skippable=not trusted
             )
