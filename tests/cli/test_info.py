@@ -86,6 +86,7 @@ def test_json(full):
             "grade": None,
             "changed": [],
             "missed": {},
+            "left_out": [],
             "versions": {},
             "settings": {},
         },
