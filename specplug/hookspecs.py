@@ -18,9 +18,10 @@ accept.
 ``create_worker``, then the KV pool is made, ``create_future_map``. In a run, ``HookOrder`` in
 ``specplug/speculative/hook_order.py`` is the order, and every host drives it::
 
-    decode    plan_drafts -> resolve the future map, if anything is to be drafted
+    decode    on_host_tensors, of what has come to the host -> foresee_drafts -> plan_drafts
+              -> resolve the future map, if anything is to be drafted
               -> build_draft_input of what was not fed yet (a part with late_feed)
-              -> on_host_tensors, if a step has left some
+              -> on_host_tensors, of all that steps have left
               -> propose (a part of another algorithm: or grow_draft)
               -> the target's pass over T nodes -> verify
               -> compact the accepted path -> build_draft_input (the draft extend)
@@ -126,9 +127,9 @@ if TYPE_CHECKING:
 
     from specplug.algorithm import AlgorithmInfo, SpecConfig
     from specplug.speculative.draft import Draft, DraftInput
-    from specplug.speculative.draft_plan import DraftChoices, DraftPlan
+    from specplug.speculative.draft_plan import DraftChoices, DraftPlan, ForeseenDrafts
     from specplug.speculative.future_map import FutureMap
-    from specplug.speculative.hook_order import Batch
+    from specplug.speculative.hook_order import Batch, RequestView
     from specplug.speculative.report import RequestReport, StepReport
     from specplug.speculative.runtime import Runtime
     from specplug.speculative.trainer import Trainer, TrainingRuntime
@@ -288,6 +289,29 @@ def build_disagg_draft_input(
 
 
 @hookspec(firstresult=True)
+def foresee_drafts(runtime: Runtime, requests: Sequence[RequestView]) -> ForeseenDrafts | None:
+    """Say what would be drafted for each request, where that is known on the host at no cost.
+
+    Called in each decode step before ``plan_drafts``, if a plugin implements that, whoever drafts
+    then; not in the warm-up, nor for an idle batch. It is for algorithms that draft from text, as
+    NGRAM does. The choice of drafts compares what was foreseen with what the target took, and so
+    knows an algorithm that does not draft, too. Where nothing that was committed is unknown to the
+    algorithm, the choice goes by the scores of the very draft that it would get.
+
+    What steps have left by ``DraftInput(host=…)`` and has come to the host is told by
+    ``on_host_tensors`` before. Nothing waits for the device: so an algorithm may not have read yet
+    what the last steps have committed, and says what it has read.
+
+    Args:
+        runtime: the engine's; of an algorithm that is one of several (``A,B``) the part's.
+        requests: all bs requests of the step, in the batch's order.
+
+    Returns:
+        Chains and their scores, on the CPU. None: it does not say.
+    """
+
+
+@hookspec(firstresult=True)
 def plan_drafts(runtime: Runtime, batch: Batch, choices: DraftChoices) -> DraftPlan | None:
     """Choose who drafts for each request of a decode step, and how much.
 
@@ -305,7 +329,10 @@ def plan_drafts(runtime: Runtime, batch: Batch, choices: DraftChoices) -> DraftP
     Returns:
         The plan. A request's ``max_draft_nodes`` is lowered to it before ``propose``, which is not
         called where nobody drafts. What a request does not allow is not drafted, whatever the plan
-        says. None: the first algorithm that a request allows drafts, as much as it can.
+        says. After ``propose`` the batch is cut to the plan's ``verify_budget``: it is a number
+        that the host chooses before it knows a draft, and which nodes are kept is found on the
+        device, by their calibrated scores. Some hosts do not heed it. None: the first algorithm
+        that a request allows drafts, as much as it can.
     """
 
 

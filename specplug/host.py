@@ -44,6 +44,9 @@ class HostCapabilities:
         target_drafts: the target's own layers run for drafts, over its cache or a part of it.
         parts: an algorithm may hold others (``Runtime.part``).
         cache_salts: ``RequestView.cache_salt`` is what the request was given. Otherwise it is None.
+        verify_budget: what a policy says that a batch verifies together is heeded
+            (``DraftPlan.verify_budget``): drafts may be cut on the device, which alone knows then
+            how many nodes each request has.
         own_lengths: a draft's text may have more tokens than the target's (``Runtime.own_text``).
     """
 
@@ -63,6 +66,7 @@ class HostCapabilities:
     target_drafts: bool = False
     parts: bool = False
     cache_salts: bool = False
+    verify_budget: bool = False
     own_lengths: bool = False
 
     def obstacles(

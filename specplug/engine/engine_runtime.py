@@ -44,6 +44,7 @@ EMBEDDED = HostCapabilities(
     parts=True,
     cache_salts=True,
     own_lengths=True,
+    verify_budget=True,
 )
 """What the embedded engine gives: all that there is."""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from specplug.hookspecs import hookimpl
+from specplug.speculative.draft_plan import ForeseenDrafts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from specplug.speculative.draft import Draft, DraftInput
     from specplug.speculative.draft_plan import DraftChoices, DraftPlan
     from specplug.speculative.future_map import FutureMap
-    from specplug.speculative.hook_order import Batch
+    from specplug.speculative.hook_order import Batch, RequestView
     from specplug.speculative.runtime import Runtime
     from specplug.speculative.verify import TargetOutput, VerifyOutput
 
@@ -49,6 +50,10 @@ class CoreDefaults:
 
         received = received_state(batch, state_spec(runtime.worker))
         return DraftInput(bonus_tokens=last_tokens, state=received.tensors)
+
+    @hookimpl(trylast=True)
+    def foresee_drafts(self, requests: Sequence[RequestView]) -> ForeseenDrafts:
+        return ForeseenDrafts.untold(len(requests))
 
     @hookimpl(trylast=True)
     def plan_drafts(self, choices: DraftChoices) -> DraftPlan:

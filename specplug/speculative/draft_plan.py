@@ -6,10 +6,14 @@ All of it is known on the host when the step is launched. No torch here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import attrs
 
 from specplug.errors import shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NOBODY = -1
 """In ``DraftPlan.who``: nothing is drafted for the request."""
@@ -36,6 +40,42 @@ ANY_DRAFT = DraftWish()
 
 
 @attrs.frozen(eq=False, kw_only=True)
+class ForeseenDrafts:
+    """The chains that an algorithm would draft for the requests of a step, known on the host.
+
+    Attributes:
+        tokens: [bs, D] int64 on the CPU, those after each root.
+        scores: [bs, D] float32 on the CPU, of these nodes, as in ``Draft.scores``; -inf after the
+            last one of a request.
+        known: how many tokens of each request, its prompt included, the algorithm has read: the
+            first of its ``tokens`` would follow them.
+        is_current: whether it has read all tokens that the steps before have committed, so that
+            this is what it would draft now. The core says so.
+    """
+
+    tokens: Tensor
+    scores: Tensor
+    known: Sequence[int]
+    is_current: bool = False
+
+    @classmethod
+    def untold(cls, size: int) -> ForeseenDrafts:
+        """Return that of an algorithm that does not say: D is 0."""
+        import torch
+
+        return cls(
+            tokens=torch.empty(size, 0, dtype=torch.int64),
+            scores=torch.empty(size, 0, dtype=torch.float32),
+            known=(0,) * size,
+        )
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the algorithm says what it would draft."""
+        return self.tokens.shape[1] > 0
+
+
+@attrs.frozen(eq=False, kw_only=True)
 class DraftChoices:
     """What can be chosen for the requests of a decode step, [bs] in the batch's order.
 
@@ -49,6 +89,9 @@ class DraftChoices:
         most_nodes: for each request, the most nodes that can be verified, the root included: at
             least 1. It is what the request asks for at most, and what it has slots for.
         verify_budget: the most nodes of all requests together, at least bs; None: no limit.
+        takes_budget: whether ``DraftPlan.verify_budget`` is heeded: the host verifies drafts whose
+            widths the device alone knows.
+        foreseen: for each of ``names`` what it says that it would draft, by ``foresee_drafts``.
     """
 
     names: tuple[str, ...]
@@ -56,6 +99,8 @@ class DraftChoices:
     allowed: tuple[tuple[int, ...], ...]
     most_nodes: tuple[int, ...]
     verify_budget: int | None = None
+    takes_budget: bool = False
+    foreseen: tuple[ForeseenDrafts, ...] = ()
 
     @classmethod
     def of(
@@ -120,7 +165,15 @@ class DraftChoices:
             drafts = drafter in allowed and room > 1
             who.append(drafter if drafts else NOBODY)
             nodes.append(room if drafts else 1)
-        return DraftPlan(who=tuple(who), most_nodes=tuple(nodes))
+        return DraftPlan(
+            who=tuple(who),
+            most_nodes=tuple(nodes),
+            verify_budget=self._bound_budget(plan.verify_budget, sum(nodes)),
+        )
+
+    def _bound_budget(self, planned: int | None, nodes: int) -> int | None:
+        """Return the budget of a plan of so many nodes, if it is one and is heeded."""
+        return planned if self.takes_budget and planned is not None and planned < nodes else None
 
 
 @attrs.frozen(kw_only=True)
@@ -133,10 +186,15 @@ class DraftPlan:
         most_nodes: [bs] the most nodes that are drafted for it, the root included, at least 1. The
             algorithm learns it before it drafts (``Batch.max_draft_nodes``), and its draft is cut
             to it. Greater than what it can draft, or has room for: that is what counts.
+        verify_budget: the most nodes that are verified of all requests together, the roots
+            included, at least bs; None: all that are drafted. The core keeps those that survive
+            most likely, by the calibrated scores of the drafts, on the device. A host that cannot
+            (``DraftChoices.takes_budget``) verifies all. The run's own budget binds too.
     """
 
     who: tuple[int, ...]
     most_nodes: tuple[int, ...]
+    verify_budget: int | None = None
 
     @property
     def drafts_nothing(self) -> bool:
@@ -164,3 +222,9 @@ class DraftPlan:
                     f"{name}={shown(found)}; expected a tuple with one integer {bounds} for each "
                     f"of the {size} requests"
                 )
+        budget = self.verify_budget
+        if not (budget is None or (type(budget) is int and budget >= size)):
+            raise ValueError(
+                f"verify_budget={shown(budget)}; expected an integer of at least {size}, one node "
+                "for each request, or None"
+            )

@@ -30,7 +30,7 @@ from specplug import debug, hookspecs
 from specplug.algorithm import SpecConfig
 from specplug.errors import PluginError, UsageError, shown
 from specplug.speculative.draft import Draft, DraftInput, described, is_dense
-from specplug.speculative.draft_plan import DraftChoices, DraftPlan
+from specplug.speculative.draft_plan import DraftChoices, DraftPlan, ForeseenDrafts
 from specplug.speculative.draft_state import StateTensor, state_spec
 from specplug.speculative.future_map import FutureMap, is_plain
 from specplug.speculative.host_relay import IN_FLIGHT, HostRelay
@@ -43,7 +43,7 @@ from specplug.speculative.verify import CommittedOutput, TargetOutput, VerifyOut
 if TYPE_CHECKING:
     from specplug.registry import Extension, SelectedAlgorithm
     from specplug.speculative.defaults import CoreDefaults
-    from specplug.speculative.hook_order import Batch
+    from specplug.speculative.hook_order import Batch, RequestView
     from specplug.speculative.part import Part
     from specplug.speculative.report import RequestReport, StepReport
     from specplug.speculative.runtime import Runtime
@@ -203,6 +203,20 @@ class HookCalls:
         return tuple(self._plugins.guard(method, trainer.orthogonal) or ())
 
     # In a step
+
+    def foresee_drafts(self, runtime: Runtime, requests: Sequence[RequestView]) -> ForeseenDrafts:
+        """Return what the algorithm would draft, and whether it has read all that is committed."""
+        hook = "foresee_drafts"
+        if hook in self._plugins.core_alone:
+            return ForeseenDrafts.untold(len(requests))
+        # A CPU's copies are there at once; a GPU's are not waited for.
+        self._hand_over(runtime, keep=0 if runtime.device.type == "cpu" else IN_FLIGHT)
+        found = self._plugins.call(hook, runtime=self._lend(runtime), requests=requests)
+        expected = "a specplug.ForeseenDrafts, or None"
+        foreseen = rebuilt(self._plugins, hook, found, ForeseenDrafts, expected)
+        _check_foreseen(self._plugins, foreseen, len(requests))
+        is_current = self._relay is not None and not self._relay.num_sent
+        return attrs.evolve(foreseen, is_current=is_current or not self._info.capabilities.overlap)
 
     def plan_drafts(self, runtime: Runtime, batch: Batch, choices: DraftChoices) -> DraftPlan:
         """Return who drafts for each request, and how much, within what the requests allow."""
@@ -536,6 +550,21 @@ def check_draft(
         _check_form(plugins, hook, draft, values=True)
         _check_tokens(plugins, hook, draft, roots, vocab_size)
     return draft.rooted(roots, vocab_size)
+
+
+def _check_foreseen(plugins: PluginGuard, foreseen: ForeseenDrafts, size: int) -> None:
+    """Refuse what does not say for each of ``size`` requests what would be drafted."""
+    hook, tokens, scores = "foresee_drafts", foreseen.tokens, foreseen.scores
+    for name, tensor, dtype in (
+        ("tokens", tokens, torch.int64),
+        ("scores", scores, torch.float32),
+    ):
+        if not (is_dense(tensor) and tensor.is_cpu and tensor.dtype == dtype and tensor.dim() == 2):
+            plugins.refuse(hook, f"gave {name} {described(tensor)}", f"[bs, D] {dtype} on the CPU")
+    if tokens.shape != scores.shape or {len(tokens), len(foreseen.known)} != {size}:
+        found = f"tokens {described(tokens)}, scores {described(scores)}"
+        counts = f"{len(foreseen.known)} known"
+        plugins.refuse(hook, f"gave {found} and {counts}", f"them of {size} requests")
 
 
 def _check_form(plugins: PluginGuard, hook: str, draft: Draft, *, values: bool) -> None:

@@ -2,7 +2,7 @@
 
 The embedded engine drives it, and so can any other engine (docs/hosting.md has one of a page)::
 
-    a decode step      draft            plan_drafts -> resolve -> propose
+    a decode step      draft            foresee_drafts -> plan_drafts -> resolve -> propose
                                         -> narrow, cut to the budget
                        (the host)       runs the target's pass over the nodes, samples at each
                        verify           verify
@@ -48,7 +48,13 @@ from torch import Tensor
 from specplug.speculative.calibration import Calibration
 from specplug.speculative.draft import Draft, DraftInput
 from specplug.speculative.draft_cuts import cut_to_budget, narrow
-from specplug.speculative.draft_plan import UNDRAFTED, DraftChoices, DraftPlan, DraftWish
+from specplug.speculative.draft_plan import (
+    UNDRAFTED,
+    DraftChoices,
+    DraftPlan,
+    DraftWish,
+    ForeseenDrafts,
+)
 from specplug.speculative.future_map import FutureMap, is_plain
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.host_copy import upload
@@ -61,6 +67,7 @@ from specplug.speculative.planned_drafts import (
 )
 from specplug.speculative.rotation import chunk_tails, rotate_chunks
 from specplug.speculative.runtime import AttentionPlan, Runtime
+from specplug.speculative.several_worker import SeveralWorker
 from specplug.speculative.verify import (
     CommittedOutput,
     TargetOutput,
@@ -373,7 +380,7 @@ class HookOrder:
             batch=batch,
             map_rows=scheduled.map_rows,
             seq_lens=starts,
-            draft=self._cut(draft, most, scheduled),
+            draft=self._cut(draft, most, _budget(plan, scheduled), rows),
             proposed=draft.widths or (draft.width,) * len(draft.tokens),
             drafters=self._names(plan, len(starts)),
             planned=most,
@@ -416,7 +423,19 @@ class HookOrder:
         choices = DraftChoices.of(self._drafters, most, wishes, scheduled.verify_budget)
         if not self._asks(scheduled):
             return choices.default()
+        choices = attrs.evolve(
+            choices,
+            takes_budget=self._runtime.host.verify_budget,
+            foreseen=self._foreseen(batch),
+        )
         return self._hooks.plan_drafts(self._runtime, batch, choices)
+
+    def _foreseen(self, batch: Batch) -> tuple[ForeseenDrafts, ...]:
+        """Return what each that can draft says that it would."""
+        worker = self._runtime.worker
+        if isinstance(worker, SeveralWorker):
+            return tuple(part.foresee_drafts(batch.requests) for part in worker.parts)
+        return (self._hooks.foresee_drafts(self._runtime, batch.requests),)
 
     def _propose(
         self, batch: Batch, draft_input: DraftInput, plan: DraftPlan | None, roots: Tensor
@@ -442,9 +461,8 @@ class HookOrder:
         own = attrs.evolve(draft_input, bonus_tokens=roots)
         return propose_planned(planned, own, [Proposer(propose, lambda name: True)])
 
-    def _cut(self, draft: Draft, most: tuple[int, ...], scheduled: Scheduled) -> Draft:
+    def _cut(self, draft: Draft, most: tuple[int, ...], budget: int | None, rows: Tensor) -> Draft:
         """Cut a draft to what each request has room for, and to the step's budget."""
-        budget, rows = scheduled.verify_budget, scheduled.req_indices
         if draft.is_wider(most):
             draft = narrow(draft, most, self.calibration.survival(draft, rows))
         if budget is not None and budget < draft.total:
@@ -604,3 +622,9 @@ class HookOrder:
         empty = DraftInput(bonus_tokens=committed.bonus_tokens)
         made = self._hooks.fixup_idle(self._runtime, batch, empty)
         self._hooks.publish_and_stash(self._future_map, nothing, nothing, committed, made)
+
+
+def _budget(plan: DraftPlan | None, scheduled: Scheduled) -> int | None:
+    """Return the most nodes that a step verifies: those of the run, or fewer by its plan."""
+    found = scheduled.verify_budget, None if plan is None else plan.verify_budget
+    return min((each for each in found if each is not None), default=None)

@@ -7,7 +7,7 @@ their errors name the part's plugin. Extensions wrap the hooks of the run's algo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import attrs
@@ -26,6 +26,7 @@ from specplug.speculative.late_feed import LateFeed
 from specplug.speculative.verify import CommittedOutput
 
 if TYPE_CHECKING:
+    from specplug.speculative.draft_plan import ForeseenDrafts
     from specplug.speculative.hook_order import Batch, RequestView
     from specplug.speculative.runtime import Runtime
 
@@ -201,6 +202,10 @@ class Part:
             self._runtime, own, last_tokens.clone(), self.future_map
         )
         return self._of_holder(made)
+
+    def foresee_drafts(self, requests: Sequence[RequestView]) -> ForeseenDrafts:
+        """Return what it would draft, if it says so; see the hook."""
+        return self._hooks.foresee_drafts(self._runtime, requests)
 
     def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
         """Return what it drafts; see the hook.

@@ -116,6 +116,7 @@ def test_json(full):
                 "validate_config",
                 "create_future_map",
                 "build_disagg_draft_input",
+                "foresee_drafts",
                 "plan_drafts",
                 "grow_draft",
                 "fixup_idle",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from specplug import (
     Batch,
     DraftChoices,
     DraftPlan,
+    ForeseenDrafts,
     PluginError,
     Runtime,
     SamplingParams,
@@ -50,6 +52,7 @@ class Dice:
     def __init__(self, seed: int = 0) -> None:
         self.random = random.Random(seed)
         self.reports: list[StepReport] = []
+        self.budgets: list[int | None] = []
 
     @hookimpl
     def plan_drafts(self, batch: Batch, choices: DraftChoices) -> DraftPlan:
@@ -58,7 +61,11 @@ class Dice:
         if not self.random.randrange(4):
             who = (who[0],) * len(who)
         most = tuple(self.random.randint(1, most) for most in choices.most_nodes)
-        return DraftPlan(who=who, most_nodes=most)
+        budget = self.random.choice([None, self.random.randint(len(most), sum(most))])
+        assert choices.takes_budget
+        plan = DraftPlan(who=who, most_nodes=most, verify_budget=budget)
+        self.budgets.append(choices.bound(plan).verify_budget)
+        return plan
 
     @hookimpl
     def on_step(self, report: StepReport) -> None:
@@ -136,6 +143,9 @@ def test_tokens_are_nones_whatever_dice_choose(
         ):
             assert width <= planned
             assert drafter != "NONE" or width == 1
+    decoded = [report for report in dice.reports if report.decode_ids]
+    for budget, report in zip(dice.budgets, decoded, strict=False):
+        assert budget is None or sum(report.widths) <= budget
 
 
 @pytest.mark.parametrize(("index", "name"), [(0, "NGRAM"), (1, "EAGLE3")])
@@ -185,6 +195,62 @@ def test_a_wrong_plan_is_told_with_the_hook() -> None:
     with (
         LLM(speculative_algorithm="NGRAM,EAGLE3", extensions=[Wrong()], **SMALL) as llm,
         pytest.raises(PluginError, match=why),
+    ):
+        llm.generate(TEXT, SamplingParams(max_tokens=4))
+
+
+class Foreseen(Always):
+    """Keeps what the first algorithm foresaw: for each request, the tokens known before and the
+    first one after."""
+
+    def __init__(self, *who: int) -> None:
+        super().__init__(*who)
+        self.known: dict[str, list[int]] = {}
+        self.first: dict[str, dict[int, int]] = {}
+        self.current: set[bool] = set()
+
+    @hookimpl
+    def plan_drafts(self, batch: Batch, choices: DraftChoices) -> DraftPlan:
+        foreseen, *others = choices.foreseen
+        assert not any(each.is_told for each in others)
+        self.current.add(foreseen.is_current)
+        for row, request in enumerate(batch.requests):
+            known = foreseen.known[row]
+            self.known.setdefault(request.request_id, []).append(known)
+            if float(foreseen.scores[row, 0]) > -1.0:
+                first = int(foreseen.tokens[row, 0])
+                self.first.setdefault(request.request_id, {})[known] = first
+        return DraftPlan(who=(self.who[0],) * choices.size, most_nodes=choices.most_nodes)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("who", [-1, 0, 1])
+def test_choices_have_what_ngram_would_draft(who: int, overlap: bool) -> None:
+    watch = Foreseen(who)
+    params = SamplingParams(max_tokens=64, ignore_eos=True)
+    given = {**SMALL, "extensions": [watch], "disable_overlap_schedule": not overlap}
+    with LLM(speculative_algorithm="NGRAM,EAGLE3", **given) as llm:
+        (output,) = llm.generate([TEXT + TEXT], params)
+    assert watch.current == {True}
+    (name,) = watch.known
+    known, text = watch.known[name], [*output.prompt_token_ids, *output.token_ids]
+    lengths = [sum(report.accept_lens) for report in watch.reports if report.decode_ids]
+    assert known[0] == len(output.prompt_token_ids) + 1
+    assert [b - a for a, b in pairwise(known)] == lengths[: len(known) - 1]
+    right = [text[at] == token for at, token in watch.first[name].items() if at < len(text)]
+    assert len(right) > 3
+    assert sum(right) > 0.6 * len(right)
+
+
+def test_wrong_foresight_is_told_with_the_hook() -> None:
+    class Wrong(Dice):
+        @hookimpl
+        def foresee_drafts(self, requests: Any) -> ForeseenDrafts:
+            return ForeseenDrafts.untold(len(requests) + 1)
+
+    with (
+        LLM(speculative_algorithm="EAGLE3", **{**SMALL, "extensions": [Wrong()]}) as llm,
+        pytest.raises(PluginError, match=r"foresee_drafts\(\) gave tokens .* of 1 requests"),
     ):
         llm.generate(TEXT, SamplingParams(max_tokens=4))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 
 from specplug import DraftChoices, DraftPlan
@@ -31,11 +32,22 @@ def test_plan_is_bound_by_what_requests_allow() -> None:
 
 
 @pytest.mark.parametrize(
+    ("takes", "planned", "bound"),
+    [(True, 5, 5), (True, 9, None), (True, None, None), (False, 5, None)],
+)
+def test_budget_is_heeded_if_it_cuts(takes: bool, planned: int | None, bound: int | None) -> None:
+    choices = attrs.evolve(CHOICES, takes_budget=takes)
+    plan = DraftPlan(who=(0, 1, -1, 0), most_nodes=(3, 3, 1, 9), verify_budget=planned)
+    assert choices.bound(plan).verify_budget == bound
+
+
+@pytest.mark.parametrize(
     ("plan", "found"),
     [
         (DraftPlan(who=(0, 0, 0), most_nodes=(4,) * 4), r"who=\(0, 0, 0\); expected a tuple"),
         (DraftPlan(who=(0, 0, 0, 2), most_nodes=(4,) * 4), "one integer from -1 to 1 for each"),
         (DraftPlan(who=(0,) * 4, most_nodes=(4, 4, 4, 0)), "one integer of at least 1 for each"),
+        (DraftPlan(who=(0,) * 4, most_nodes=(4,) * 4, verify_budget=3), "integer of at least 4"),
         (DraftPlan(who=(True,) * 4, most_nodes=(4,) * 4), "one integer from -1 to 1"),
     ],
 )

@@ -15,6 +15,7 @@ import click
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from specplug import (
     AlgorithmInfo,
@@ -25,6 +26,7 @@ from specplug import (
     DraftFiles,
     DraftInput,
     DraftPlan,
+    ForeseenDrafts,
     FutureMap,
     HostCapabilities,
     RequestReport,
@@ -59,6 +61,7 @@ from specplug.speculative.hook_order import (
     ForwardMode,
     Half,
     HookOrder,
+    RequestView,
     Scheduled,
 )
 from specplug.speculative.verify import compact
@@ -167,6 +170,13 @@ class Everything:
         return DraftInput(bonus_tokens=last_tokens, state={"seen": batch.seq_lens.clone()})
 
     @hookimpl
+    def foresee_drafts(
+        self, runtime: Any, requests: Sequence[RequestView]
+    ) -> ForeseenDrafts | None:
+        self._note("foresee_drafts", runtime, requests)
+        return None
+
+    @hookimpl
     def plan_drafts(self, runtime: Any, batch: Batch, choices: DraftChoices) -> DraftPlan | None:
         self._note("plan_drafts", runtime, batch, choices)
         return None
@@ -260,9 +270,9 @@ class ToyHost:
     """Prefills, receives and decodes requests by the order of hooks alone. A request's index is
     its row in the request table."""
 
-    def __init__(self, *, tree: bool = False, **gives: Any) -> None:
+    def __init__(self, *, tree: bool = False, plugin: Any = None, **gives: Any) -> None:
         self.events: list[str] = []
-        self.plugin = Everything(self.events, tree=tree)
+        self.plugin = plugin or Everything(self.events, tree=tree)
         self.generated: defaultdict[int, list[int]] = defaultdict(list)
         selected = Registry().select(self.plugin)
         self.hooks = HookCalls(build_plugin_manager(selected, (), CoreDefaults()), selected)
@@ -374,7 +384,7 @@ class ToyHost:
 
 
 PROMPTS = {2: (1, 2, 3, 4, 5), 5: (6, 0, 9), 4: (8, 8, 8, 10)}
-DRAFT = ["plan_drafts", "resolve", "on_host_tensors", "propose"]
+DRAFT = ["on_host_tensors", "foresee_drafts", "plan_drafts", "resolve", "propose"]
 FEED = ["build_draft_input", "publish", "stash"]
 
 
@@ -561,3 +571,62 @@ def test_hosting_page_names_all_that_a_runtime_gives() -> None:
 
 def test_hosting_page_names_every_call_of_a_step() -> None:
     assert hosting_page("A step") == {name for name in vars(HookOrder) if not name.startswith("_")}
+
+
+class Scored(Everything):
+    """Drafts chains with scores, of which the batch verifies a budget together."""
+
+    SCORES = torch.tensor(
+        [[0.0, -0.1, -2.0, -0.1], [0.0, -0.7, -0.1, -0.1], [0.0, -3.0, -0.1, -0.1]]
+    )
+    budget: int | None = None
+
+    @hookimpl
+    def plan_drafts(self, runtime: Any, batch: Batch, choices: DraftChoices) -> DraftPlan:
+        return attrs.evolve(choices.default(), verify_budget=self.budget)
+
+    @hookimpl
+    def validate_config(self, config: SpecConfig) -> SpecConfig:
+        return config.adjust("three tokens", num_steps=3, num_draft_tokens=4)
+
+    @hookimpl
+    def propose(self, runtime: Any, batch: Batch, draft_input: DraftInput) -> Draft:
+        tokens = [draft_input.bonus_tokens]
+        for _ in range(3):
+            tokens.append(following(tokens[-1]))
+        return Draft.chain(torch.stack(tokens, dim=1), scores=self.SCORES.clone())
+
+
+class NoReads(TorchFunctionMode):
+    """Refuses what would wait for a device."""
+
+    READS = Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.numpy, Tensor.__bool__, Tensor.__index__
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in self.READS, func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("heeds", [True, False])
+@pytest.mark.parametrize("budget", [3, 4, 7, 9, 12, None])
+def test_planned_budget_keeps_what_survives_best(
+    budget: int | None, heeds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specplug.debug.DEBUG", False)  # which reads values
+    host = ToyHost(plugin=Scored([]), verify_budget=heeds)
+    host.prefill(PROMPTS)
+    host.plugin.budget = budget
+    with NoReads():
+        drafted = host.draft([2, 5, 4])
+    draft, most = drafted.draft, 12 if budget is None or not heeds else budget
+    assert draft.total == most
+    survival = host.order.calibration.survival(
+        Draft.chain(torch.zeros(3, 4, dtype=torch.int64), scores=Scored.SCORES),
+        drafted.req_indices,
+    )
+    assert survival is not None
+    survival[:, 0] = 2.0
+    best = survival.view(-1).sort(descending=True, stable=True).indices[:most].tolist()
+    counts = [sum(place // 4 == row for place in best) for row in range(3)]
+    assert draft.counts.tolist() == counts
+    assert drafted.proposed == (4, 4, 4)

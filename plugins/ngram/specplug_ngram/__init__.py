@@ -29,7 +29,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from specplug import Batch, CommittedOutput, Draft, DraftInput, RequestReport, Runtime
+    from specplug import (
+        Batch,
+        CommittedOutput,
+        Draft,
+        DraftInput,
+        ForeseenDrafts,
+        RequestReport,
+        RequestView,
+        Runtime,
+    )
     from specplug_ngram.worker import NgramWorker
 
 
@@ -131,6 +140,13 @@ class Ngram:
     ) -> None:
         worker: NgramWorker = runtime.worker
         worker.observe(request_ids, tensors["tokens"], tensors["counts"])
+
+    @hookimpl
+    def foresee_drafts(
+        self, runtime: Runtime, requests: Sequence[RequestView]
+    ) -> ForeseenDrafts | None:
+        worker: NgramWorker = runtime.worker
+        return worker.foresee([request.request_id for request in requests])
 
     @hookimpl
     def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from specplug import Batch, Draft, DraftInput, RequestView, UsageError
+from specplug import Batch, Draft, DraftInput, ForeseenDrafts, RequestView, UsageError
 from specplug_ngram.compiled_drafter import CompiledDrafter
 from specplug_ngram.config import DEFAULTS, ENGINE, REQUEST, TENANT, NgramSettings
 from specplug_ngram.draft_tree import Shape
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from specplug_ngram.growth import DraftGrower
 
 
+LEAST_FORESEEN = 0.02
+"""The probability that a node exceeds which is told before anything is drafted."""
+
+
 @attrs.define(eq=False)
 class RequestState:
     """The state of a running request.
@@ -30,11 +34,13 @@ class RequestState:
         owner: the key of its owner in the index; None: the index had no room for it.
         drafted: the drafter's state of the request; None without an owner.
         prompt_read: the number of prompt tokens that are in the history.
+        observed: the number of tokens after the prompt that are there.
     """
 
     owner: Hashable
     drafted: Any
     prompt_read: int = 0
+    observed: int = 0
 
 
 @attrs.frozen(eq=False)
@@ -138,6 +144,24 @@ class NgramWorker:
             counts: [bs] int64, on the host, the number of new tokens of each row.
         """
         self._drafter.observe(self._drafted(request_ids), tokens, counts)
+        for request_id, count in zip(request_ids, counts.tolist(), strict=True):
+            request = self.requests.get(request_id)
+            if request is not None:
+                request.observed += count
+
+    def foresee(self, request_ids: Sequence[str]) -> ForeseenDrafts | None:
+        """Return the chain that would be drafted for each request, as deep as it is likely at all;
+        None: they are to be trees. What comes of it teaches each request's ``Novelty``."""
+        if self._shape.topk > 1:
+            return None
+        rooms = [self._shape.num_draft_tokens] * len(request_ids)
+        drafts = self._drafter.draft(self._drafted(request_ids), rooms, LEAST_FORESEEN)
+        read = [self.requests.get(each) for each in request_ids]
+        return ForeseenDrafts(
+            tokens=drafts.tokens[:, 1:],
+            scores=drafts.scores[:, 1:],
+            known=[0 if each is None else each.prompt_read + each.observed for each in read],
+        )
 
     def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
         """Draft a tree for each request, within its ``max_draft_nodes``; chains if none branches.

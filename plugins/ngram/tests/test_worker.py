@@ -474,3 +474,34 @@ def test_worker_drafts_its_widest_to_warm_up(topk: int, depth: int, make_worker:
     assert not worker.requests
     pair = attrs.evolve(_batch(KNOWS_NOTHING, BRANCHES), is_warm_up=True, max_draft_nodes=(3, 7))
     assert worker.propose(pair, _input(25, 26)).widths == (3, 7)
+
+
+def test_what_is_foreseen_is_what_is_drafted(make_worker: Make) -> None:
+    worker = make_worker(REPEATS, KNOWS_NOTHING)
+    _observe(worker, "repeats", [8])
+    foreseen = worker.foresee(["repeats", "knows nothing", "unknown"])
+    draft = worker.propose(_batch(REPEATS), _input(8))
+    assert foreseen is not None
+    assert foreseen.tokens[0].tolist() == draft.tokens[0, 1:].tolist()
+    assert draft.scores is not None
+    assert torch.equal(foreseen.scores[0], draft.scores[0, 1:])
+    assert foreseen.scores[1:].max() == -math.inf
+    assert foreseen.known == [len(REPEATS.prompt_token_ids) + 1, 4, 0]
+
+
+def test_foreseeing_teaches_what_text_is_worth(make_worker: Make) -> None:
+    surer, other = make_worker(REPEATS), make_worker(REPEATS)
+    for worker in (surer, other):
+        _observe(worker, "repeats", [8])
+    surer.foresee(["repeats"])
+    scores = []
+    for worker in (surer, other):
+        _observe(worker, "repeats", [9])
+        foreseen = worker.foresee(["repeats"])
+        assert foreseen is not None
+        scores.append(float(foreseen.scores[0, 0]))
+    assert scores[0] > scores[1]
+
+
+def test_trees_are_not_foreseen(make_worker: Make) -> None:
+    assert make_worker(BRANCHES, topk=2, nodes=8).foresee(["branches"]) is None

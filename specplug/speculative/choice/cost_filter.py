@@ -43,19 +43,21 @@ class CostFilter:
             greatest part of every step.
         scales: [p] float64, what each may be off by at least, as a share of the first.
         likeness: [p, p] float64, how much costs are off alike: 1 on the diagonal.
+        parts: kinds of sums, each with a noise of its own and outliers of its own: the many of one
+            kind say nothing of another one's.
 
     Attributes:
         costs: [p] float64, seconds once something was measured.
         changes: how often they have changed, and how well they are known.
     """
 
-    def __init__(self, costs: Array, scales: Array, likeness: Array) -> None:
+    def __init__(self, costs: Array, scales: Array, likeness: Array, parts: int = 1) -> None:
         self.costs = np.array(costs, dtype=np.float64)
         self._least = scales
         self._likeness = likeness
         self._spread = _MOST_DOUBT**2 * self._alike()
-        self._noise = _NOISE
-        self._streak = 0
+        self._noise = [_NOISE] * parts
+        self._streak = [0] * parts
         self._seen = 0
         self.changes = 0
         self._is_scaled = False
@@ -77,11 +79,18 @@ class CostFilter:
         return self._likeness * np.outer(scales, scales)
 
     def observe(
-        self, weights: Array, seconds: float, *, trusted: bool = False, skippable: bool = False
+        self,
+        weights: Array,
+        seconds: float,
+        part: int = 0,
+        *,
+        trusted: bool = False,
+        skippable: bool = False,
     ) -> None:
         """Learn that a step whose costs count ``weights`` [p] times took ``seconds``.
 
         Args:
+            part: which kind of sum this is.
             trusted: whether it is no outlier, however far off it is.
             skippable: whether to leave it where it was as expected: a saving, no more.
         """
@@ -89,32 +98,32 @@ class CostFilter:
         if not self._is_scaled:
             self._scale(seconds / expected)
             expected = seconds
-        if skippable and self._is_as_expected(seconds / expected):
+        if skippable and self._is_as_expected(seconds / expected, part):
             return
         self.changes += 1
         costs = self.costs
         self._spread += (_DRIFT**2) * np.outer(costs, costs)
         self._spread += _OWN_DRIFT**2 * self._alike()
         towards = self._spread @ weights
-        noise = _TRUSTED_NOISE if trusted else self._noise
+        noise = _TRUSTED_NOISE if trusted else self._noise[part]
         variance = float(weights @ towards) + (noise * expected) ** 2
         missed = seconds - expected
         if not trusted:
             most = _CLIP * variance**0.5
-            self._count(missed, most, expected)
+            self._count(missed, most, expected, weights, part)
             missed = min(max(missed, -most), most)
         gain = towards / variance
         self.costs = np.maximum(costs + gain * missed, 1e-6 * costs[0])
         self._spread -= np.outer(gain, towards)
         self._bound()
 
-    def _is_as_expected(self, ratio: float) -> bool:
+    def _is_as_expected(self, ratio: float, part: int) -> bool:
         """Return whether a time tells nothing new, and is not the one of some that count all the
         same."""
         self._seen += 1
         if self._seen < _ALL or self._seen % _OF == 0:
             return False
-        return abs(ratio - 1.0) < self._noise
+        return abs(ratio - 1.0) < self._noise[part]
 
     def doubt(self, weights: Array) -> float:
         """Return the standard deviation of the expected sum of ``weights`` [p], as a share."""
@@ -127,19 +136,24 @@ class CostFilter:
         self.costs *= factor
         self._spread *= factor**2
 
-    def _count(self, missed: float, most: float, expected: float) -> None:
-        """Learn how noisy times are; open up where several in a row are far off to one side."""
+    def _count(
+        self, missed: float, most: float, expected: float, weights: Array, part: int
+    ) -> None:
+        """Learn how noisy times are; open up where several of a kind in a row are far off to one
+        side."""
         share = min(abs(missed) / expected, 0.5)
-        noise = self._noise + 0.03 * (1.25 * share - self._noise)
-        self._noise = min(max(noise, _LEAST_NOISE), _MOST_NOISE)
+        noise = self._noise[part] + 0.03 * (1.25 * share - self._noise[part])
+        self._noise[part] = min(max(noise, _LEAST_NOISE), _MOST_NOISE)
         if abs(missed) <= most:
-            self._streak = 0
+            self._streak[part] = 0
             return
         side = 1 if missed > 0 else -1
-        self._streak = self._streak + side if self._streak * side > 0 else side
-        if abs(self._streak) >= _STREAK:
-            self._streak = 0
-            self._spread += (_JUMP**2) * np.outer(self.costs, self.costs)
+        streak = self._streak[part]
+        self._streak[part] = streak + side if streak * side > 0 else side
+        if abs(self._streak[part]) >= _STREAK:
+            self._streak[part] = 0
+            changed = self.costs if part == 0 else self.costs * (weights > 0)
+            self._spread += (_JUMP**2) * np.outer(changed, changed)
 
     def _bound(self) -> None:
         """Keep what was long not seen from being doubted without end."""

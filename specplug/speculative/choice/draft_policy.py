@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -70,25 +70,39 @@ class DraftPolicy:
         self._free: list[int] = []
         self._heard = np.zeros((0, algorithms), dtype=np.int64)
         self._filled = np.ones(algorithms)
+        # Nothing is to be estimated of those whose drafts are known before they are made.
+        self._is_known = np.zeros(algorithms, dtype=bool)
         self._step = 0
         self._rate = 0.0
         self._reach = np.arange(1, depth + 1)
 
-    def plan(self, request_ids: Sequence[str], most: Array, context: float = 0.0) -> Plan:
+    def plan(
+        self,
+        request_ids: Sequence[str],
+        most: Array,
+        context: float = 0.0,
+        known: Mapping[int, Array] | None = None,
+    ) -> Plan:
         """Return the plan of a step.
 
         Args:
             request_ids: of its n requests.
             most: [n, A] int64, how deep each algorithm may draft for each request; 0: not at all.
             context: committed tokens of all requests.
+            known: by algorithm, [n, D] float64, the survival of the nodes that it will draft; 0
+                from where on it drafts none. Of those that are not there it is estimated.
         """
         self._step += 1
+        known = known or {}
+        self._is_known[:] = False
+        self._is_known[list(known)] = True
         rows = np.array([self._row(each) for each in request_ids], dtype=np.int64)
         able = most[:, :, None] >= self._reach
-        survival = self.acceptance.survival(rows) * able
+        survival = _with_known(self.acceptance.survival(rows), known) * able
         bs = len(rows)
         nodes = int(most.max(1, initial=0).sum())
-        costs = Costs.of(self.costs, bs, context, nodes, self._filled)
+        filled = np.where(self._is_known, 1.0, self._filled)
+        costs = Costs.of(self.costs, bs, context, nodes, filled)
         if not nodes:
             return plain_plan(bs, costs)
         depth = int(most.max())
@@ -103,7 +117,8 @@ class DraftPolicy:
         if not self._trials.is_due(bs):
             return plan
         ages = self._step - self._heard[rows]
-        hopeful = self.acceptance.hopeful(rows, hope(ages)) * able
+        ages[:, self._is_known] = 0
+        hopeful = _with_known(self.acceptance.hopeful(rows, hope(ages)), known) * able
         return self._trials.mended(plan, survival, hopeful[:, :, :depth], ages, costs)
 
     def observe(self, outcome: StepOutcome) -> None:
@@ -113,6 +128,7 @@ class DraftPolicy:
         if self._step % _FADED == 0:
             self.acceptance.fade(rows[rows >= 0], _FADED)
         drafted = (outcome.who >= 0) & (outcome.asked > 0) & (rows >= 0)
+        drafted &= ~self._is_known[outcome.who]
         draft = rows, outcome.who, outcome.asked, outcome.accepted
         if not drafted.all():
             row, who, asked, accepted = (each[drafted] for each in draft)
@@ -121,9 +137,9 @@ class DraftPolicy:
         self.acceptance.observe(row, who, asked, accepted)
         self._heard[row, who] = self._step
         work = self.work_of(outcome)
-        for a, (asked, drafted) in enumerate(zip(work.asked, work.nodes, strict=True)):
-            if asked:
-                share = min(1.0, max(0.02, float(drafted) / asked))
+        for a, (wanted, made) in enumerate(zip(work.asked, work.nodes, strict=True)):
+            if wanted:
+                share = min(1.0, max(0.02, float(made) / wanted))
                 self._filled[a] += 0.05 * (share - self._filled[a])
         self._learn_cost(outcome, work)
 
@@ -137,19 +153,25 @@ class DraftPolicy:
         if outcome.seconds is not None:
             self.costs.observe(work, outcome.seconds, outcome.draft_seconds, trusted=trusted)
 
-    def heard(self, request_id: str, algorithm: int, *, asked: int, right: int) -> None:
+    def heard(
+        self, request_ids: Sequence[str], algorithm: int, *, asked: int, right: Sequence[int]
+    ) -> None:
         """Learn what an algorithm that did not draft would have had right: full information, at no
         cost to the target.
 
         Args:
+            request_ids: n of them.
             asked: how deep it is known.
-            right: how many of its tokens, from the first on, the target took.
+            right: [n] how many of its tokens, from the first on, the target took.
         """
-        row = self._rows.get(request_id)
-        if row is None:
+        known = [(self._rows.get(each), got) for each, got in zip(request_ids, right, strict=True)]
+        rows = [row for row, _ in known if row is not None]
+        if not rows:
             return
-        self.acceptance.observe([row], [algorithm], [asked], [right])
-        self._heard[row, algorithm] = self._step
+        got = [each for row, each in known if row is not None]
+        of = [algorithm] * len(rows)
+        self.acceptance.observe(rows, of, [asked] * len(rows), got)
+        self._heard[rows, algorithm] = self._step
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""
@@ -191,3 +213,15 @@ class DraftPolicy:
                 self._heard = np.concatenate([self._heard, more.astype(np.int64)])
             self._heard[row] = self._step - _NEW
         return row
+
+
+def _with_known(survival: Array, known: Mapping[int, Array]) -> Array:
+    """Return survivals [n, A, D] with those of some algorithms replaced."""
+    if not known:
+        return survival
+    survival = survival.copy()
+    for a, nodes in known.items():
+        depth = min(nodes.shape[1], survival.shape[2])
+        survival[:, a] = 0.0
+        survival[:, a, :depth] = nodes[:, :depth]
+    return survival

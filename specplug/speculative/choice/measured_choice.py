@@ -3,16 +3,22 @@ extension. It hears of each step by ``on_step``."""
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Generator
 from typing import TYPE_CHECKING
 
+import attrs
 import numpy as np
 
 from specplug.hookspecs import hookimpl
 from specplug.speculative.choice.draft_policy import DraftPolicy, StepOutcome
+from specplug.speculative.choice.foresight import Foresight
 from specplug.speculative.choice.step_cost import CPU_COSTS, GPU_COSTS, StepCosts
-from specplug.speculative.draft_plan import NOBODY, DraftChoices, DraftPlan
+from specplug.speculative.draft_plan import NOBODY, DraftChoices, DraftPlan, ForeseenDrafts
 
 if TYPE_CHECKING:
+    from specplug.speculative.draft import Draft
     from specplug.speculative.hook_order import Batch
     from specplug.speculative.report import RequestReport, StepReport
     from specplug.speculative.runtime import Runtime
@@ -21,6 +27,25 @@ _DEEPEST = 63
 """The most nodes after the root that are planned for a request."""
 _ON_DEVICE = "propose", "target", "verify", "extend", "receive"
 """Parts of ``StepReport.seconds`` that a device with a clock of its own takes."""
+
+
+_MOST_LAUNCHED = 8
+"""Steps that are planned and not processed at most."""
+
+
+@attrs.define
+class _Launched:
+    """A step that was planned.
+
+    Attributes:
+        request_ids: of its requests.
+        context: committed tokens of all, as far as the host knew.
+        draft_seconds: the host's, of drafting.
+    """
+
+    request_ids: tuple[str, ...]
+    context: float
+    draft_seconds: float = 0.0
 
 
 class MeasuredChoice:
@@ -36,19 +61,36 @@ class MeasuredChoice:
     def __init__(self, *, deterministic: bool = False) -> None:
         self._deterministic = deterministic
         self._policy: DraftPolicy | None = None
+        self._foresights: list[Foresight] = []
         self._names: tuple[str, ...] = ()
-        self._context = 0.0
+        self._launched: deque[_Launched] = deque(maxlen=_MOST_LAUNCHED)
         self._on_cpu = True
 
     @hookimpl
     def plan_drafts(self, runtime: Runtime, batch: Batch, choices: DraftChoices) -> DraftPlan:
         """Return the plan of a step."""
         policy = self._policy or self._start(runtime, choices)
-        ids = [request.request_id for request in batch.requests]
-        self._context = float(sum(len(request.token_ids) for request in batch.requests))
-        plan = policy.plan(ids, _most_depths(choices), self._context)
+        ids = tuple(request.request_id for request in batch.requests)
+        context = float(sum(len(request.token_ids) for request in batch.requests))
+        foreseen = {a: each for a, each in enumerate(choices.foreseen) if each.is_told}
+        expected = {a: self._foresee(a, each, batch, choices) for a, each in foreseen.items()}
+        known = {a: survival for a, (survival, _) in expected.items() if foreseen[a].is_current}
+        plan = policy.plan(ids, _most_depths(choices), context, known)
+        for a, each in foreseen.items():
+            tokens, bins = each.tokens.numpy(), expected[a][1]
+            self._foresights[a].wait(batch.requests, each.known, tokens, bins, plan.who == a)
         nodes = np.where(plan.who == NOBODY, 1, plan.depths + 1)
+        self._launched.append(_Launched(ids, context))
         return DraftPlan(who=tuple(plan.who.tolist()), most_nodes=tuple(nodes.tolist()))
+
+    @hookimpl(wrapper=True)
+    def propose(self) -> Generator[None, Draft | None, Draft | None]:
+        """Take the time of drafting alone: a step without drafts is planned too."""
+        began = time.perf_counter()
+        draft = yield
+        if self._launched:
+            self._launched[-1].draft_seconds += time.perf_counter() - began
+        return draft
 
     @hookimpl
     def on_step(self, report: StepReport) -> None:
@@ -57,7 +99,8 @@ class MeasuredChoice:
             return
         index = {name: place for place, name in enumerate(self._names)}
         who = [index.get(name, NOBODY) for name in report.drafters]
-        if len(who) != len(report.decode_ids):
+        launched = self._launched_of(report)
+        if launched is None or len(who) != len(report.decode_ids):
             return
         outcome = StepOutcome(
             request_ids=report.decode_ids,
@@ -68,9 +111,9 @@ class MeasuredChoice:
             ],
             nodes=[width - 1 for width in report.widths],
             accepted=[accepted - 1 for accepted in report.accept_lens],
-            context=self._context,
+            context=launched.context,
             seconds=self._seconds(report),
-            draft_seconds=report.seconds.get("propose", 0.0),
+            draft_seconds=self._draft_seconds(report, launched),
         )
         self._policy.observe(outcome)
 
@@ -79,20 +122,48 @@ class MeasuredChoice:
         """Forget an ended request."""
         if self._policy is not None:
             self._policy.forget(report.request_id)
+        for foresight in self._foresights:
+            foresight.forget(report.request_id)
+
+    def _foresee(
+        self, algorithm: int, foreseen: ForeseenDrafts, batch: Batch, choices: DraftChoices
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Learn from what has become known of what an algorithm foresaw before; return the
+        survivals of what it foresees now, and their bins."""
+        foresight = self._foresights[algorithm]
+        names, right = foresight.compare(batch.requests)
+        if names and not foreseen.is_current and self._policy is not None:
+            most = choices.num_draft_tokens[algorithm] - 1
+            self._policy.heard(names, algorithm, asked=most, right=right)
+        return foresight.expect(foreseen.scores.numpy())
 
     def _start(self, runtime: Runtime, choices: DraftChoices) -> DraftPolicy:
         """Return the policy of the run, whose algorithms the first step tells."""
         self._on_cpu = runtime.device.type == "cpu"
         self._names = choices.names
+        self._foresights = [Foresight() for _ in choices.names]
+        declared = CPU_COSTS if self._on_cpu else GPU_COSTS
         costs = StepCosts(
             len(choices.names),
-            CPU_COSTS if self._on_cpu else GPU_COSTS,
+            [declared.of_text() if each.is_told else declared for each in choices.foreseen],
             padded=not self._on_cpu,
             is_fixed=self._deterministic,
         )
         depth = min(_DEEPEST, max(2, *choices.num_draft_tokens) - 1)
         self._policy = DraftPolicy(costs, depth)
         return self._policy
+
+    def _launched_of(self, report: StepReport) -> _Launched | None:
+        """Return what was planned for a step; None: it failed, or was not planned."""
+        while self._launched:
+            launched = self._launched.popleft()
+            if launched.request_ids == report.decode_ids:
+                return launched
+        return None
+
+    def _draft_seconds(self, report: StepReport, launched: _Launched) -> float:
+        """Return the time of drafting, by the clock that takes the step's time."""
+        return launched.draft_seconds if self._on_cpu else report.seconds.get("propose", 0.0)
 
     def _seconds(self, report: StepReport) -> float | None:
         """Return the time of a step; None if it did not only decode."""

@@ -77,6 +77,11 @@ class DeclaredCosts:
     node: float = 0.001
     ragged: float = 0.01
 
+    def of_text(self) -> DeclaredCosts:
+        """Return those of an algorithm that drafts from text on the host: its drafts are there as
+        soon as it looks for them, however deep."""
+        return attrs.evolve(self, draft=self.draft / 2, depth=0.0, node=0.0)
+
 
 CPU_COSTS = DeclaredCosts(request=0.08, row=0.03, draft=0.06, depth=0.06)
 """About those of the default model on one thread."""
@@ -118,7 +123,7 @@ class StepCosts:
         likeness = np.eye(len(costs))
         spans = np.arange(1, len(_KNOTS))
         likeness[1 : len(_KNOTS), 1 : len(_KNOTS)] = _LIKENESS ** abs(spans - spans[:, None])
-        self._filter = CostFilter(np.array(costs), np.array(scales), likeness)
+        self._filter = CostFilter(np.array(costs), np.array(scales), likeness, 1 + algorithms)
         self._is_fixed = is_fixed
         self._padded = padded
         self.algorithms = algorithms
@@ -186,7 +191,10 @@ class StepCosts:
             weights - of_draft, seconds - draft_seconds, trusted=trusted, skippable=not trusted
         )
         if draft_seconds > 0:
-            self._filter.observe(of_draft, draft_seconds, trusted=trusted, skippable=not trusted)
+            part = 1 + int(np.argmax(work.requests))
+            self._filter.observe(
+                of_draft, draft_seconds, part, trusted=trusted, skippable=not trusted
+            )
 
     def curve(self, bs: int, context: float, most_rows: int) -> Array:
         """Return the target's seconds by its rows, [most_rows + 1] float64; the first ``bs`` mean

@@ -48,6 +48,17 @@ def test_nothing_is_drafted_where_nothing_pays() -> None:
     assert plan.depths.tolist() == [0] * 3
 
 
+@pytest.mark.parametrize("bs", [1, 3])
+@pytest.mark.parametrize(("better", "drafts"), [(1.01, False), (1.02, True)])
+def test_drafts_that_hardly_look_better_are_left_out(bs: int, better: float, drafts: bool) -> None:
+    """The best of many estimates is mostly one that is too good."""
+    curve = bs + 0.5 * (np.arange(4 * bs + 1) - bs)
+    survival = np.zeros((bs, 1, 3))
+    survival[:, 0, 0] = 1.5 * better - 1  # 1.5 times the tokens would be worth the time
+    found = best_plan(survival, Costs(curve, np.zeros((1, 4)), 0.0, np.ones(1)), 1.0)
+    assert (found.who >= 0).tolist() == [drafts] * bs
+
+
 def test_algorithm_that_may_not_draft_is_not_chosen() -> None:
     survival = np.full((2, 2, 3), 0.9)
     survival[0, 0] = survival[1, 1] = 0.0

@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 from draft_simulator import Machine, best_fixed, plain, simulate
 
+from specplug.speculative.choice.draft_policy import DraftPolicy
+from specplug.speculative.choice.step_cost import CPU_COSTS, StepCosts
+
 DRAFTERS = ((1e-3, 8e-4, 0.0, 1e-5), (1e-3, 8e-4, 0.0, 1e-5))
 DEPTH = 12
 
@@ -104,3 +107,16 @@ def test_fixed_costs_repeat_the_same_plans() -> None:
     assert all(
         (one == other).all() for one, other in zip(runs[0].depths, runs[1].depths, strict=True)
     )
+
+
+def test_draft_that_is_known_counts_more_than_averages() -> None:
+    policy = DraftPolicy(StepCosts(2, CPU_COSTS, padded=False, is_fixed=True), DEPTH)
+    most = np.full((1, 2), DEPTH)
+    for _ in range(40):  # both look fair, so that none is tried for being unknown
+        for algorithm in (0, 1):
+            policy.plan(["a"], most)
+            policy.heard(["a"], algorithm, asked=4, right=[2])
+    sure, absent = np.array([[0.99, 0.98, 0.97, 0.0]]), np.zeros((1, 4))
+    known = policy.plan(["a"], most, 0.0, {1: sure})
+    assert (known.who.tolist(), known.depths.tolist()) == ([1], [3])
+    assert [policy.plan(["a"], most, 0.0, {1: absent}).who[0] for _ in range(8)].count(1) == 0

@@ -68,3 +68,13 @@ def test_fixed_costs_stay_as_declared() -> None:
     before = costs.seconds(work(1))
     costs.observe(work(1), 9.0)
     assert costs.seconds(work(1)) == before
+
+
+def test_draft_that_takes_less_is_learned_beside_steady_passes() -> None:
+    """Passes that take what is expected do not hide that the drafts beside them do not."""
+    costs = StepCosts(1, CPU_COSTS, padded=False)
+    for step in range(40):
+        draft = 5e-3 if step < 2 else 2e-4  # the first ones load what they need
+        costs.observe(work(20, bs=4, depth=4), 0.02 + draft, draft)
+    drafting = costs.drafters[0] @ [1, 4, 4, 16]
+    assert drafting == pytest.approx(2e-4, rel=0.5)
