@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from specplug.algorithm import AlgorithmInfo, SpecConfig
+from specplug.algorithm import AlgorithmInfo, SpecConfig, find_model
+from specplug.algorithm_names import is_auto
 from specplug.config import FIRST, MEASURED, EngineConfig
 from specplug.disagg.instances import identity_of, make_decode_instance
 from specplug.disagg.prefill_loop import PrefillLoop
@@ -33,6 +35,7 @@ from specplug.model.loading import (
     backend_of,
     load_target,
     load_tokenizer,
+    read_target_config,
     resolve_speculation,
     trim_heap,
 )
@@ -40,6 +43,7 @@ from specplug.model.model_runner import ModelRunner
 from specplug.model.sampler import Sampler
 from specplug.registry import Registry
 from specplug.speculative.algorithm_start import StartedAlgorithm, start_algorithm
+from specplug.speculative.automatic import select_algorithm
 from specplug.speculative.choice.measured_choice import MeasuredChoice
 from specplug.speculative.draft_state import state_spec
 from specplug.speculative.hook_calls import HookCalls
@@ -49,6 +53,8 @@ from specplug.startup import Startup
 
 if TYPE_CHECKING:
     from specplug.disagg.decode_instance import DecodeInstance
+
+_log = logging.getLogger(__name__)
 
 ON = "on"
 """The state of a feature that is on; else it is "off: " and why."""
@@ -185,7 +191,11 @@ def _start_algorithm(
         joined.ranks = join_ranks(config, device, spec.target_config)
         return spec
 
-    selected = Registry().select(config.speculative_algorithm)
+    automatic = is_auto(config.speculative_algorithm)
+    target_config = read_target_config(find_model(config.model)) if automatic else None
+    selected, choice = select_algorithm(Registry(), config, target_config)
+    if choice is not None:
+        _log.info(choice.line)
     return start_algorithm(
         selected,
         resolve,
@@ -199,7 +209,8 @@ def _start_algorithm(
 def _choice_of(config: EngineConfig, info: AlgorithmInfo) -> list[object]:
     """Return the core's choice of drafts as a plugin, where there is one. It comes before the
     extensions, which are asked first so."""
-    choice = config.draft_choice or (MEASURED if info.is_several else FIRST)
+    of_several = info.is_several or is_auto(config.speculative_algorithm)
+    choice = config.draft_choice or (MEASURED if of_several else FIRST)
     measured = MeasuredChoice(deterministic=config.deterministic_drafts)
     return [measured] if choice == MEASURED else []
 

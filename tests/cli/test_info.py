@@ -36,6 +36,7 @@ class Algorithm:
             ),
             defaults=Defaults(num_steps=3, topk=2),
             settings=Settings,
+            speed_ups={"tiny-code": 1.5},
             weights={"tiny-code": FOLDER / "tiny", "other": FOLDER / "gone"},
         )
 
@@ -101,6 +102,7 @@ def test_json(full):
         "defaults": {"num_steps": 3, "topk": 2, "num_draft_tokens": None},
         "draft_lookahead": None,
         "accept_lengths": {},
+        "speed_ups": {"tiny-code": 1.5},
         "settings": {"full_depth": {"option": "--full-depth", "help": "Depth."}},
         "hooks": {
             "implemented": [
