@@ -104,9 +104,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     options = parser.parse_args()
     rows = [
-        row
-        for batch in options.batch
-        for row in measure(options.algorithms, batch, options.rounds)
+        row for batch in options.batch for row in measure(options.algorithms, batch, options.rounds)
     ]
     columns = "algorithm", "batch", "x NONE, processor", "x NONE, wall", "accept length", "who"
     print(table(columns, rows))

@@ -75,6 +75,7 @@ class Loaded:
         tokenizer: of transformers, or None.
         features: the states of "overlap", "prefix_cache" and "warm_up": ``ON``, or why not.
         graphs: the CUDA graphs.
+        choice: of drafts, the core's own; None: it has none in this run.
     """
 
     config: EngineConfig
@@ -84,6 +85,7 @@ class Loaded:
     tokenizer: Any | None
     features: dict[str, str]
     graphs: CudaGraphs
+    choice: MeasuredChoice | None
 
     @property
     def overlap(self) -> bool:
@@ -153,8 +155,8 @@ def start_run(config: EngineConfig, device: torch.device, startup: Startup) -> R
     """
     with _failure_told() as joined, ExitStack() as opened:
         opened.callback(trim_heap)
-        algorithm = _start_algorithm(config, device, startup, joined)
-        loaded = _load(config, device, startup, algorithm, joined.ranks, opened)
+        algorithm, choice = _start_algorithm(config, device, startup, joined)
+        loaded = _load(config, device, startup, algorithm, choice, joined.ranks, opened)
         caches = _allocate(loaded, startup, opened)
         return _serve(loaded, caches, startup, opened)
 
@@ -182,8 +184,9 @@ def _failure_told() -> Iterator[_Joined]:
 
 def _start_algorithm(
     config: EngineConfig, device: torch.device, startup: Startup, joined: _Joined
-) -> StartedAlgorithm[HookCalls]:
-    """Start the algorithm, and join the other ranks once the settings are known to be right."""
+) -> tuple[StartedAlgorithm[HookCalls], MeasuredChoice | None]:
+    """Start the algorithm, and join the other ranks once the settings are known to be right.
+    Returns the choice of drafts too."""
 
     def resolve(info: AlgorithmInfo) -> SpecConfig:
         with startup.part("reading the configuration"):
@@ -191,28 +194,31 @@ def _start_algorithm(
         joined.ranks = join_ranks(config, device, spec.target_config)
         return spec
 
-    automatic = is_auto(config.speculative_algorithm)
-    target_config = read_target_config(find_model(config.model)) if automatic else None
-    selected, choice = select_algorithm(Registry(), config, target_config)
-    if choice is not None:
-        _log.info(choice.line)
-    return start_algorithm(
+    is_automatic = is_auto(config.speculative_algorithm)
+    target_config = read_target_config(find_model(config.model)) if is_automatic else None
+    selected, automatic = select_algorithm(Registry(), config, target_config)
+    if automatic is not None:
+        _log.info(automatic.line)
+    choice = _choice_of(config, selected.info)
+    started = start_algorithm(
         selected,
         resolve,
         host=EMBEDDED,
         disable_extensions=config.disable_extensions,
-        extensions=(*_choice_of(config, selected.info), *config.extensions),
+        # It comes before the extensions, which are asked first so.
+        extensions=(*([] if choice is None else [choice]), *config.extensions),
         calls=HookCalls,
     )
+    return started, choice
 
 
-def _choice_of(config: EngineConfig, info: AlgorithmInfo) -> list[object]:
-    """Return the core's choice of drafts as a plugin, where there is one. It comes before the
-    extensions, which are asked first so."""
+def _choice_of(config: EngineConfig, info: AlgorithmInfo) -> MeasuredChoice | None:
+    """Return the core's choice of drafts, a plugin, where there is one."""
     of_several = info.is_several or is_auto(config.speculative_algorithm)
     choice = config.draft_choice or (MEASURED if of_several else FIRST)
-    measured = MeasuredChoice(deterministic=config.deterministic_drafts)
-    return [measured] if choice == MEASURED else []
+    if choice != MEASURED:
+        return None
+    return MeasuredChoice(deterministic=config.deterministic_drafts)
 
 
 def _load(
@@ -220,6 +226,7 @@ def _load(
     device: torch.device,
     startup: Startup,
     algorithm: StartedAlgorithm[HookCalls],
+    choice: MeasuredChoice | None,
     ranks: RankGroup | None,
     opened: ExitStack,
 ) -> Loaded:
@@ -233,6 +240,7 @@ def _load(
     return Loaded(
         config=config,
         algorithm=algorithm,
+        choice=choice,
         ranks=ranks,
         runner=runner,
         tokenizer=tokenizer,

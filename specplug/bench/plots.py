@@ -57,8 +57,8 @@ SPLIT = (
 )
 
 CHOICES = (
-    "shares of the requests of a step, by what drafted for them in one round; below, its mean nodes "
-    "of a request: verified, and accepted with the bonus token; NONE: nothing was drafted"
+    "shares of the requests of a step, by what drafted for them in the last round (NONE: nothing "
+    "was asked to); below, the mean nodes of a request: verified, and accepted with the bonus token"
 )
 MOST_STEPS = 160
 """Steps in a picture of choices; of more, neighbours are put together."""
@@ -323,6 +323,7 @@ def draw_shares(
     steps: Sequence[Mapping[str, Any]],
     names: Sequence[str],
     colors: Mapping[str, str],
+    most: int = MOST_STEPS,
 ) -> None:
     """Draw the share of each drafter at each step, one above the other.
 
@@ -330,8 +331,9 @@ def draw_shares(
         steps: mappings as ``WatchedEngine.stats`` has them.
         names: of drafters, from the bottom.
         colors: by name.
+        most: of more steps, neighbours are put together.
     """
-    edges, groups = _grouped(steps)
+    edges, groups = _grouped(steps, most)
     bottom = [0.0] * len(groups)
     for name in names:
         counts = [sum(step["drafters"].get(name, 0) for step in group) for group in groups]
@@ -348,9 +350,10 @@ def draw_shares(
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.02), borderaxespad=0.4)
 
 
-def draw_step_nodes(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
-    """Draw the mean nodes of a request at each step: verified, and accepted."""
-    edges, groups = _grouped(steps)
+def draw_step_nodes(axes: Axes, steps: Sequence[Mapping[str, Any]], most: int = MOST_STEPS) -> None:
+    """Draw the mean nodes of a request at each step, as ``draw_shares`` does: verified, and
+    accepted."""
+    edges, groups = _grouped(steps, most)
     for name, color in (("verified", TINT_VERIFIED), ("accepted", INK)):
         means = [
             sum(step[name] for step in group)
@@ -368,11 +371,11 @@ def draw_step_nodes(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _grouped(
-    steps: Sequence[Mapping[str, Any]],
+    steps: Sequence[Mapping[str, Any]], most: int
 ) -> tuple[list[int], list[Sequence[Mapping[str, Any]]]]:
-    """Put neighbouring steps together, so that there are at most ``MOST_STEPS`` groups; return the
+    """Put neighbouring steps together, so that there are at most ``most`` groups; return the
     numbers of their edges, from 1, and the groups."""
-    size = -(-len(steps) // MOST_STEPS)
+    size = -(-len(steps) // most)
     starts = range(0, len(steps), size)
     return [start + 1 for start in starts] + [len(steps) + 1], [
         steps[start : start + size] for start in starts

@@ -14,6 +14,7 @@ import attrs
 
 from specplug.bench.measurement import Run, Series
 from specplug.bench.workload import COMPLETION, MIXED, NOISE_TEMPERATURE
+from specplug.engine.speculation import speculation_line
 
 PARTS = ("propose", "target", "verify", "extend", "prefill", "other")
 """The parts of the wall time, which ``TimeSplit`` explains."""
@@ -604,6 +605,16 @@ def differences(report: Report) -> list[str]:
                 f"{first.prompt}, output token {first.position + 1}"
             )
     return found
+
+
+def benefits(report: Report) -> list[str]:
+    """Describe what each variant's speculation brought in the last round, by its own measure, and
+    what other settings would have brought."""
+    return [
+        f"{summary.label}, batch {summary.batch_size}: {speculation_line(found)}"
+        for summary in report.summaries
+        if (found := summary.series.runs[-1].statistics.get("speculation")) is not None
+    ]
 
 
 def undrafted(report: Report) -> list[str]:

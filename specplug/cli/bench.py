@@ -400,12 +400,12 @@ def _bar_observer(bar: Progress, task: TaskID) -> Observer:
 
 
 def _print(report: Report) -> None:
-    from specplug.bench.summary import caption, legend, tables
+    from specplug.bench.summary import benefits, caption, legend, tables
 
     for table in tables(report):
         print_table(table.columns, table.rows, table.right)
         click.echo()
-    for line in (*caption(report), *legend(report)):
+    for line in (*benefits(report), *caption(report), *legend(report)):
         click.secho(line, dim=True)
 
 

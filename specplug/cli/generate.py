@@ -223,6 +223,10 @@ def _print_statistics(run: Run) -> None:
         f"num_draft_tokens {config['num_draft_tokens']}",
     ]
     click.secho(", ".join(parts), dim=True, err=True)
+    if run.stats["speculation"] is not None:
+        from specplug.engine.speculation import speculation_line
+
+        click.secho(speculation_line(run.stats["speculation"]), dim=True, err=True)
 
 
 def _sound(output: RequestOutput) -> RequestOutput:

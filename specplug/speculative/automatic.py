@@ -18,8 +18,8 @@ from specplug.algorithm_names import AUTO, is_auto
 from specplug.config import EngineConfig
 from specplug.contract import implemented_hooks
 from specplug.errors import SpecplugError, UsageError, shown
-from specplug.host import HostCapabilities
 from specplug.hookspecs import PROJECT
+from specplug.host import HostCapabilities
 from specplug.registry import AlgorithmEntry, Registry, SelectedAlgorithm
 from specplug.speculative.held_parts import validated_part
 

@@ -76,9 +76,7 @@ def registry(monkeypatch: pytest.MonkeyPatch, **plugins: object) -> Registry:
     module: Any = types.ModuleType("stub_plugins")
     vars(module).update(plugins)
     monkeypatch.setitem(sys.modules, "stub_plugins", module)
-    points = [
-        EntryPoint(name, f"stub_plugins:{name}", "specplug.algorithms") for name in plugins
-    ]
+    points = [EntryPoint(name, f"stub_plugins:{name}", "specplug.algorithms") for name in plugins]
     own = [each for each in Registry().entries() if each.distribution == "specplug"]
     found = Registry(points)
     found._algorithms = sorted([*found._algorithms, *own], key=lambda each: each.name)
