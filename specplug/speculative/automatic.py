@@ -1,8 +1,10 @@
 """``auto``: which of the installed algorithms run together, by what they declare. No torch here.
 
-All that need no draft model take part, since they cost little where they do not draft. Each draft
-model reads every committed token, whoever drafts, and takes memory; so only one takes part, the one
-with the greatest speed-up that is declared for the target (``AlgorithmInfo.speed_ups``).
+All that need no draft model take part, since they cost little where they do not draft; but none
+that drafts with the target's own layers, whose passes pay in long contexts alone. Each draft model
+reads every committed token, whoever drafts, and takes memory; so only one takes part, the one with
+the greatest speed-up that is declared for the target (``AlgorithmInfo.speed_ups``).
+docs/choice.md has the figures.
 """
 
 from __future__ import annotations
@@ -172,9 +174,10 @@ def _check_shares_a_run(
         weights = info.weights.get(shipped_name(path))
         if weights is None or not Path(weights).is_dir():
             raise UsageError(f"no draft weights for {shipped_name(path)}")
-    own_verify = "verify" in implemented_hooks(selected.plugin)
-    if own_verify:
+    if "verify" in implemented_hooks(selected.plugin):
         raise UsageError("it has a verify() of its own, so it runs alone")
+    if able.target_drafts:
+        raise UsageError("it drafts with the target's own layers, which pays in long contexts")
     for feature in ("overlap", "prefix_cache"):
         if not getattr(able, feature):
             raise UsageError(f"it would turn {feature} off for the others")

@@ -14,6 +14,7 @@ from specplug.bench.summary import (
     Spread,
     Summary,
     TimeSplit,
+    benefits,
     caption,
     differences,
     legend,
@@ -71,6 +72,19 @@ def test_who_drafted_is_told_where_several_can(make_series, make_report):
     ]
     assert "drafter" not in table.right
     assert "in which the drafter drafted" in " ".join(legend(report))
+
+
+def test_what_speculation_brought_is_told(make_series, make_report):
+    series = make_series("A", {"NONE": [4.0], "A": [2.0]})
+    series[0].runs[0].statistics["speculation"] = None
+    series[1].runs[0].statistics["speculation"] = {
+        "accept_length": 2.1, "draft_share": 0.3, "speed_up": 1.8,
+        "alone": {"A": {"depth": 3, "speed_up": 1.7}}, "shallower": None,
+    }  # fmt: skip
+    assert benefits(make_report(series)) == [
+        "A, batch 1: speculation: 2.10 tokens a step, 1.80 times plain decoding as measured in this "
+        "run; drafting took 30 % of decoding; expected of one alone: A 1.70 (3 deep)"
+    ]
 
 
 def test_rounds_that_drafted_to_other_depths_are_added_up(make_series):

@@ -27,11 +27,14 @@ from specplug.speculative.automatic import AutomaticChoice, choose_algorithms, s
 SHIPPED = {"tiny-code": Path(__file__).parent}
 
 
+ABLE = "draft_model", "overlap", "target_drafts"
+
+
 class Stub:
     """An algorithm with the required hooks, which declares what it is made with."""
 
     def __init__(self, name: str, **declared: Any) -> None:
-        able = {k: v for k, v in declared.items() if k in ("draft_model", "overlap", "branching")}
+        able = {k: v for k, v in declared.items() if k in ABLE}
         rest = {k: v for k, v in declared.items() if k not in able}
         self._info = AlgorithmInfo(
             name=name, summary="", api_version=1, capabilities=Capabilities(**able), **rest
@@ -112,6 +115,7 @@ def test_auto_leaves_out_what_cannot_run_here(monkeypatch: pytest.MonkeyPatch) -
         LOOKUP=Stub("LOOKUP"),
         OFF=Stub("OFF"),
         REFUSES=Refuses("REFUSES"),
+        SELF=Stub("SELF", target_drafts=True),
         VERIFIES=Verifies("VERIFIES"),
         WEIGHTS=Stub("WEIGHTS", draft_model=True, weights={"tiny-code": Path("/not/there")}),
     )
@@ -123,6 +127,7 @@ def test_auto_leaves_out_what_cannot_run_here(monkeypatch: pytest.MonkeyPatch) -
         "HOST_ONLY": "it would turn overlap off for the others",
         "OFF": "disabled",
         "REFUSES": "it takes no such target",
+        "SELF": "it drafts with the target's own layers, which pays in long contexts",
         "VERIFIES": "it has a verify() of its own, so it runs alone",
         "WEIGHTS": "no draft weights for tiny-code",
     }
