@@ -170,7 +170,8 @@ def pieces(count: int, tokenizer: Any) -> list[Task]:
     rows = [json.loads(row) for row in HELD_OUT_PROMPTS.read_text(encoding="utf-8").splitlines()]
     for module in dict.fromkeys(row["module"] for row in rows):
         file = stdlib / f"{module.replace('.', '/')}.py"
-        tokens = tokenizer.encode(file.read_text(encoding="utf-8")) if file.exists() else []
+        text = file.read_text(encoding="utf-8") if file.exists() else ""
+        tokens = tokenizer.backend_tokenizer.encode(text).ids
         if len(tokens) > 4 * (NEW + COPIED):
             chance = random.Random(module)
             noise = [chance.randrange(300, len(tokenizer)) for _ in range(NOISE)]
