@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -87,3 +88,23 @@ def test_schema_has_the_headers(server: ServerProcess) -> None:
     for path in ("/v1/completions", "/v1/chat/completions"):
         named = {each["name"] for each in paths[path]["post"]["parameters"]}
         assert named == {"X-Speculative-Algorithm", "X-Max-Draft-Tokens"}
+
+
+def test_header_names_one_of_several_algorithms(serve: Callable[..., ServerProcess]) -> None:
+    server = serve("--speculative-algorithm", "auto", "--max-total-tokens", "1024")
+    with server.client as client:
+        for name in ("DSPARK", "NONE"):
+            client.completions.create(
+                model="tiny-code", prompt=REPEATS, max_tokens=12, temperature=0,
+                extra_headers={"X-Speculative-Algorithm": name},
+            )  # fmt: skip
+        with pytest.raises(openai.BadRequestError, match="NGRAM, DSPARK, NONE"):
+            client.completions.create(
+                model="tiny-code", prompt="x", extra_headers={"X-Speculative-Algorithm": "EAGLE3"}
+            )
+    drafted = {
+        line.split('drafter="')[1].split('"')[0]
+        for line in server.get("/metrics").text.splitlines()
+        if 'drafter="' in line and not line.endswith(" 0.0")
+    }
+    assert drafted == {"DSPARK", "NONE"}
