@@ -64,7 +64,7 @@ def speculation_line(found: Mapping[str, Any]) -> str:
     alone = sorted(found["alone"].items(), key=lambda each: -each[1]["speed_up"])
     if alone:
         each = (f"{name} {a['speed_up']:.2f} ({a['depth']} deep)" for name, a in alone)
-        parts.append(f"expected of one alone: {', '.join(each)}")
+        parts.append(f"alone, as in the steps it was chosen for: {', '.join(each)}")
     elif found["shallower"] is not None:
         half = found["shallower"]
         parts.append(f"{half['depth']} deep it would be {half['accept_length']:.2f} tokens")

@@ -83,7 +83,8 @@ def test_what_speculation_brought_is_told(make_series, make_report):
     }  # fmt: skip
     assert benefits(make_report(series)) == [
         "A, batch 1: speculation: 2.10 tokens a step, 1.80 times plain decoding as measured in "
-        "this run; drafting took 30 % of decoding; expected of one alone: A 1.70 (3 deep)"
+        "this run; drafting took 30 % of decoding; alone, as in the steps it was chosen for: "
+        "A 1.70 (3 deep)"
     ]
 
 

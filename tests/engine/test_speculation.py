@@ -59,7 +59,8 @@ def test_line_names_what_each_alone_would_bring() -> None:
     assert found is not None
     assert speculation_line(found) == (
         "speculation: 3.50 tokens a step, 1.90 times plain decoding as measured in this run; "
-        "drafting took 25 % of decoding; expected of one alone: B 1.80 (5 deep), A 1.20 (2 deep)"
+        "drafting took 25 % of decoding; alone, as in the steps it was chosen for: "
+        "B 1.80 (5 deep), A 1.20 (2 deep)"
     )
 
 
@@ -86,9 +87,14 @@ def test_benefit_is_over_plain_steps_that_were_measured() -> None:
         observed(policy, -1, 0, 0, 1.0)
         observed(policy, 0, 4, 4, 2.0)
         taken.add(outcome(0, 4, 4, 2.0), 5)
+    unknown = taken.benefit(policy, ["A"])
+    assert unknown is not None
+    assert unknown.speed_up is None, "no step without drafts was counted"
+    for seconds in (1.0, 9.0, 1.0, 1.0):
+        taken.add(outcome(-1, 0, 0, seconds), 1)
     found = taken.benefit(policy, ["A"])
     assert found is not None
-    assert found.speed_up == pytest.approx(2.5, rel=0.05)
+    assert found.speed_up == pytest.approx((60 * 5 + 4) / (60 * 2 + 12))
     assert found.alone["A"].depth == 4
     assert found.alone["A"].speed_up == pytest.approx(2.5, rel=0.1)
     taken.clear()

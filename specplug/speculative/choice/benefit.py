@@ -3,7 +3,9 @@ acceptance that its policy has measured."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
+from statistics import median
 
 import attrs
 import numpy as np
@@ -16,6 +18,8 @@ _MOST_DOUBT = 0.2
 """The standard deviation of a plain step's time, as a share, from which on it is not known."""
 _FEWEST = 16
 """Drafts of an algorithm from which on its acceptance is known."""
+_FEWEST_PLAIN, _MOST_PLAIN = 4, 64
+"""Steps without drafts from which on their time is known, and those that are kept."""
 
 
 @attrs.define
@@ -27,12 +31,14 @@ class StepSums:
         tokens: accepted, with the bonus tokens.
         seconds: that they took.
         context: committed tokens of all requests.
+        plain: seconds of the last of those in which nothing was drafted.
     """
 
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
     context: float = 0.0
+    plain: deque[float] = attrs.field(factory=lambda: deque(maxlen=_MOST_PLAIN))
 
 
 @attrs.frozen
@@ -53,11 +59,13 @@ class Benefit:
     """What speculation brought.
 
     Attributes:
-        speed_up: tokens a second over those expected of plain decoding, of steps that only decoded.
-        alone: what is expected of each algorithm that drafted often enough to be known, by name.
+        speed_up: tokens a second over those of plain decoding, of steps that only decoded, by the
+            median time of those without drafts at the same batch sizes; None: these were too few.
+        alone: what is expected of each algorithm that drafted often enough to be known, by name: at
+            the acceptance of the steps in which it drafted, which are those that suited it.
     """
 
-    speed_up: float
+    speed_up: float | None
     alone: Mapping[str, Alone]
 
 
@@ -80,13 +88,15 @@ class TakenSteps:
         sums.tokens += tokens
         sums.seconds += outcome.seconds
         sums.context += outcome.context
+        if not outcome.asked.any():
+            sums.plain.append(outcome.seconds)
 
     def clear(self) -> None:
         """Forget all steps."""
         self._sums.clear()
 
     def benefit(self, policy: DraftPolicy, names: Sequence[str]) -> Benefit | None:
-        """Return what speculation brought; None where a plain step's time is not known.
+        """Return what speculation brought; None where nothing of it is known.
 
         Args:
             policy: of the run.
@@ -96,14 +106,21 @@ class TakenSteps:
         if not known or not policy.costs.is_measured:
             return None
         plain = sum(s.tokens / bs * _plain_seconds(policy, bs, s) for bs, s in known.items())
-        took = sum(sums.seconds for sums in known.values())
         survival, counts = policy.acceptance.of_the_run
         alone = {
             name: _alone(policy, a, survival, known, plain)
             for a, name in enumerate(names)
             if counts[a] >= _FEWEST
         }
-        return Benefit(plain / took, alone)
+        return Benefit(self._speed_up(), alone)
+
+    def _speed_up(self) -> float | None:
+        """Return what was measured, if it was for most of the steps."""
+        seen = {bs: s for bs, s in self._sums.items() if len(s.plain) >= _FEWEST_PLAIN}
+        took = sum(sums.seconds for sums in seen.values())
+        if 2 * took <= sum(sums.seconds for sums in self._sums.values()):
+            return None
+        return sum(s.tokens / bs * median(s.plain) for bs, s in seen.items()) / took
 
 
 def _doubt(policy: DraftPolicy, bs: int) -> float:
