@@ -147,6 +147,6 @@ class _Shared:
         for name, each in first.items():
             memory: Any = mmap.mmap(-1, tokens * each[0].nbytes)
             whole = torch.frombuffer(memory, dtype=each.dtype).view(tokens, *each.shape[1:])
-            for row, part in zip(rows, whole.split(list(lengths[:count])), strict=True):
+            for row, part in zip(rows, torch.split(whole, list(lengths[:count])), strict=True):
                 row[name] = part
         return cls(rows)

@@ -85,7 +85,7 @@ def test_read_ahead_tells_of_a_process_that_is_killed() -> None:
             os.kill(os.getpid(), 9)
         return features(index)
 
-    with pytest.raises(SpecplugError, match="was killed, .* memory is short"):
+    with pytest.raises(SpecplugError, match=r"was killed, .* memory is short"):
         read_ahead(killed, LENGTHS, most_bytes=10**6)
 
 

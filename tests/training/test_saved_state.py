@@ -72,8 +72,8 @@ def test_saved_state_is_read_as_it_was(state: Path) -> None:
         (of_another_parameter, "what is kept of gone: exp_avg; expected nothing"),
         (
             without_total,
-            "values: history, rows_read, step, threads; expected history, rows_read, step, threads, "
-            "total",
+            "values: history, rows_read, step, threads; "
+            "expected history, rows_read, step, threads, total",
         ),
     ],
 )

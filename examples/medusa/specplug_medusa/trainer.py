@@ -39,7 +39,7 @@ class MedusaTrainer(Trainer):
         """Return the cross entropy of what the target says further on, summed over the heads."""
         hidden = batch.features[self._head_input]
         with torch.no_grad():
-            said = self._runtime.target_logits(hidden).argmax(-1)
+            said = self._runtime.lm_head(hidden).argmax(-1)
         total, found = torch.zeros((), device=hidden.device), []
         for index, head in enumerate(self.network):
             ahead = index + 1
