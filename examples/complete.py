@@ -21,9 +21,9 @@ import attrs
 
 from specplug import HELD_OUT_PROMPTS, LLM, RequestOutput, SamplingParams, SpecplugError
 from specplug.cli.standard_output import print_table
-from specplug.registry import AlgorithmEntry, Registry
+from specplug.registry import Registry
 
-BASELINE = "NONE"
+BASELINE, AUTO = "NONE", "auto"
 WARM_UP = 0
 ROUNDS = range(26, 256, 50)
 """Lines of the prompt file, each of another module; all algorithms take turns at each."""
@@ -32,9 +32,10 @@ PARAMS = SamplingParams(max_tokens=128, ignore_eos=True)
 
 @attrs.define
 class Variant:
-    """An installed algorithm, its engine, and what it has generated; or why it could not."""
+    """An installed algorithm, or several as ``auto``, its engine, and what it has generated; or why
+    it could not."""
 
-    entry: AlgorithmEntry
+    name: str
     llm: LLM | None = None
     outputs: list[RequestOutput] = attrs.field(factory=list)
     seconds: list[float] = attrs.field(factory=list)
@@ -43,7 +44,7 @@ class Variant:
     def load(self) -> None:
         """Make the engine."""
         try:
-            self.llm = LLM(speculative_algorithm=self.entry.name)
+            self.llm = LLM(speculative_algorithm=self.name)
         except Exception as error:
             self._fail(error)
 
@@ -72,13 +73,13 @@ class Variant:
     def row(self, baseline: Variant) -> list[str]:
         """Its line of the table; medians over the rounds."""
         if self.problem:
-            return [self.entry.name, "-", "-", "-", self.problem]
+            return [self.name, "-", "-", "-", self.problem]
         pairs = list(zip(self.outputs, self.seconds, strict=True))
         rate = statistics.median(len(output.token_ids) / seconds for output, seconds in pairs)
         ratios = [b / s for b, s in zip(baseline.seconds, self.seconds, strict=True)]
         accepted = [n for output in self.outputs for n in output.accept_lens]
         return [
-            self.entry.name,
+            self.name,
             f"{rate:.0f}",
             f"{statistics.median(ratios):.2f}",
             f"{statistics.mean(accepted):.2f}",
@@ -94,8 +95,8 @@ def main() -> int:
     """Run, print, and say whether all is well: 0, or 1."""
     lines = HELD_OUT_PROMPTS.read_text(encoding="utf-8").splitlines()
     prompts = [json.loads(lines[number]) for number in (WARM_UP, *ROUNDS)]
-    variants = [Variant(entry) for entry in Registry().entries() if not entry.disabled]
-    variants.sort(key=lambda variant: variant.entry.name != BASELINE)
+    names = [entry.name for entry in Registry().entries() if not entry.disabled]
+    variants = [Variant(name) for name in [*sorted(names, key=lambda n: n != BASELINE), AUTO]]
     for variant in variants:
         variant.load()
     for number, prompt in enumerate(prompts):
@@ -104,7 +105,7 @@ def main() -> int:
             if number == 0:
                 variant.forget()
     baseline = variants[0]
-    if baseline.entry.name != BASELINE or baseline.problem:
+    if baseline.name != BASELINE or baseline.problem:
         print(f"error: {baseline.problem or BASELINE + ' is not installed'}", file=sys.stderr)
         return 1
     show(prompts[1]["module"], baseline.outputs[0])

@@ -180,6 +180,9 @@ class AlgorithmInfo:
             default. Their names begin with the algorithm's in lower case: NGRAM's
             ``ngram_index_scope`` is the option ``--ngram-index-scope``. None: it has none.
         conformance: what the conformance kit is told of it.
+        speed_ups: by the name of the model for which the plugin ships weights, tokens a second over
+            those of plain decoding: with the default settings, greedy, at batch size 1 on a CPU, as
+            ``benchmarks/speed_ups.py`` measures. ``auto`` chooses one draft model by it.
     """
 
     name: str = attrs.field(validator=validators.matches_re(_NAME + rf"([+,]{_NAME})*"))
@@ -203,6 +206,16 @@ class AlgorithmInfo:
     conformance: Conformance = attrs.field(
         default=Conformance(), validator=validators.instance_of(Conformance)
     )
+    speed_ups: Mapping[str, float] = attrs.field(factory=dict)
+
+    @speed_ups.validator
+    def _ratios(self, attribute: attrs.Attribute[Any], value: Mapping[str, float]) -> None:
+        for model, ratio in value.items():
+            if not (isinstance(model, str) and isinstance(ratio, int | float) and ratio > 0):
+                raise ValueError(
+                    f"speed_ups[{model!r}]={ratio!r}: expected a model's name, and a number above "
+                    "0: tokens a second over those of plain decoding"
+                )
 
     @settings.validator
     def _declared(self, attribute: attrs.Attribute[Any], value: type[Any] | None) -> None:

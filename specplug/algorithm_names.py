@@ -9,6 +9,9 @@ from typing import Any
 from specplug.contract import nearest
 from specplug.errors import UsageError
 
+AUTO = "auto"
+"""What users type for every installed algorithm that suits the model."""
+
 SETTINGS = {
     "steps": "speculative_num_steps",
     "topk": "speculative_eagle_topk",
@@ -16,6 +19,11 @@ SETTINGS = {
     "draft": "speculative_draft_model_path",
 }
 """The argument of ``LLM`` for each setting in ``NAME:setting=value``."""
+
+
+def is_auto(algorithm: object) -> bool:
+    """Return whether what the user gave as an algorithm is ``AUTO``."""
+    return isinstance(algorithm, str) and algorithm.strip().lower() == AUTO
 
 
 def split_names(text: str) -> Iterator[tuple[str, list[str]]]:

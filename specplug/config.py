@@ -153,12 +153,13 @@ class EngineConfig:
         Anything(),
         "An installed algorithm (specplug list). Of several, as EAGLE3+NGRAM, the first proposes "
         "and the others add to its drafts; of several, as NGRAM,EAGLE3, each drafts for some "
-        "requests: settings by name, NGRAM,EAGLE3:steps=5,draft=FOLDER. In Python a list and a "
+        "requests: settings by name, NGRAM,EAGLE3:steps=5,draft=FOLDER; auto: all installed ones "
+        "that suit the model, with one draft model (specplug info auto). In Python a list and a "
         "plugin object, too.",
         group="Speculation",
         option_help="An installed algorithm (specplug list), several that draft together: "
-        "EAGLE3+NGRAM, or several of which each drafts for some requests: "
-        "NGRAM,EAGLE3:steps=5,draft=FOLDER.",
+        "EAGLE3+NGRAM, several of which each drafts for some requests: "
+        "NGRAM,EAGLE3:steps=5,draft=FOLDER, or auto: all that suit the model.",
         metavar="NAME",
         converter=_algorithm,
     )

@@ -14,6 +14,7 @@ import importlib_metadata
 from importlib_metadata import EntryPoint
 
 from specplug import hookspecs
+from specplug.algorithm_names import is_auto
 from specplug.contract import Problem, error_line, nearest
 
 ALGORITHMS = "specplug.algorithms"
@@ -311,6 +312,10 @@ def _metadata_problems(entry: PluginEntry, damage: str | None) -> Iterator[Probl
         what = f"the entry point's name {entry.name!r} is no algorithm's name"
         fix = f"rename it in the pyproject.toml of {entry.distribution}"
         yield entry.problem(what, "upper-case letters, digits and _", fix)
+    if isinstance(entry, AlgorithmEntry) and is_auto(entry.name):
+        what = f"{entry.name} is what users type for every algorithm that suits the model"
+        fix = f"rename it in the pyproject.toml of {entry.distribution}"
+        yield entry.problem(what, "another name", fix)
     if parse_value(entry.value) is None:
         what = f"malformed entry point {entry.name} = {entry.value!r}"
         fix = f"correct it in the pyproject.toml of {entry.distribution} and install that again"

@@ -15,6 +15,7 @@ from specplug.config import EngineConfig, config_of, one_way
 from specplug.engine.engine import Engine
 from specplug.engine.input_processor import Prompt
 from specplug.engine.request import Request, take_all
+from specplug.engine.speculation import speculation_of
 from specplug.engine.statistics import Statistics
 from specplug.engine.turns import Turns
 from specplug.errors import PluginError, UsageError, shown
@@ -371,6 +372,9 @@ class LLM:
         """Return totals since the engine was made; see ``specplug.engine.statistics``."""
         with self._turns:
             stats = self.engine.statistics.as_dict()
+            choice = self.run.choice
+            brought = None if choice is None else choice.benefit
+            stats["speculation"] = speculation_of(self.engine.statistics, brought)
             if self.decode_instance is not None:
                 stats |= self.decode_instance.transfers.as_dict()
             return stats
@@ -406,6 +410,8 @@ class LLM:
         """Start counting anew."""
         with self._turn("reset_stats"):
             self.engine.statistics = Statistics()
+            if self.run.choice is not None:
+                self.run.choice.taken.clear()
             if self.decode_instance is not None:
                 self.decode_instance.reset_transfers()
             if self._partner is not None:

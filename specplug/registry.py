@@ -18,7 +18,7 @@ import pluggy
 
 from specplug import hookspecs
 from specplug.algorithm import AlgorithmInfo
-from specplug.algorithm_names import read_settings, split_names
+from specplug.algorithm_names import AUTO, is_auto, read_settings, split_names
 from specplug.contract import (
     PluginWarning,
     Problem,
@@ -195,6 +195,11 @@ class Registry:
             return self._select_several([algorithm] if isinstance(algorithm, str) else algorithm)
         if not isinstance(algorithm, str):
             return _select_object(algorithm)
+        if is_auto(algorithm):
+            raise UsageError(
+                f"speculative_algorithm={AUTO!r}: which algorithms these are depends on the model; "
+                f"expected the name of one here (specplug info {AUTO} shows them)"
+            )
         if "+" in algorithm:
             return _join("joint_algorithm", [self.select(name) for name in algorithm.split("+")])
         entry = self._find(algorithm)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from specplug.algorithm import AlgorithmInfo, SpecConfig
+from specplug.algorithm import AlgorithmInfo, SpecConfig, find_model
+from specplug.algorithm_names import is_auto
 from specplug.config import FIRST, MEASURED, EngineConfig
 from specplug.disagg.instances import identity_of, make_decode_instance
 from specplug.disagg.prefill_loop import PrefillLoop
@@ -33,6 +35,7 @@ from specplug.model.loading import (
     backend_of,
     load_target,
     load_tokenizer,
+    read_target_config,
     resolve_speculation,
     trim_heap,
 )
@@ -40,6 +43,7 @@ from specplug.model.model_runner import ModelRunner
 from specplug.model.sampler import Sampler
 from specplug.registry import Registry
 from specplug.speculative.algorithm_start import StartedAlgorithm, start_algorithm
+from specplug.speculative.automatic import select_algorithm
 from specplug.speculative.choice.measured_choice import MeasuredChoice
 from specplug.speculative.draft_state import state_spec
 from specplug.speculative.hook_calls import HookCalls
@@ -49,6 +53,8 @@ from specplug.startup import Startup
 
 if TYPE_CHECKING:
     from specplug.disagg.decode_instance import DecodeInstance
+
+_log = logging.getLogger(__name__)
 
 ON = "on"
 """The state of a feature that is on; else it is "off: " and why."""
@@ -69,6 +75,7 @@ class Loaded:
         tokenizer: of transformers, or None.
         features: the states of "overlap", "prefix_cache" and "warm_up": ``ON``, or why not.
         graphs: the CUDA graphs.
+        choice: of drafts, the core's own; None: it has none in this run.
     """
 
     config: EngineConfig
@@ -78,6 +85,7 @@ class Loaded:
     tokenizer: Any | None
     features: dict[str, str]
     graphs: CudaGraphs
+    choice: MeasuredChoice | None
 
     @property
     def overlap(self) -> bool:
@@ -147,8 +155,8 @@ def start_run(config: EngineConfig, device: torch.device, startup: Startup) -> R
     """
     with _failure_told() as joined, ExitStack() as opened:
         opened.callback(trim_heap)
-        algorithm = _start_algorithm(config, device, startup, joined)
-        loaded = _load(config, device, startup, algorithm, joined.ranks, opened)
+        algorithm, choice = _start_algorithm(config, device, startup, joined)
+        loaded = _load(config, device, startup, algorithm, choice, joined.ranks, opened)
         caches = _allocate(loaded, startup, opened)
         return _serve(loaded, caches, startup, opened)
 
@@ -176,8 +184,9 @@ def _failure_told() -> Iterator[_Joined]:
 
 def _start_algorithm(
     config: EngineConfig, device: torch.device, startup: Startup, joined: _Joined
-) -> StartedAlgorithm[HookCalls]:
-    """Start the algorithm, and join the other ranks once the settings are known to be right."""
+) -> tuple[StartedAlgorithm[HookCalls], MeasuredChoice | None]:
+    """Start the algorithm, and join the other ranks once the settings are known to be right.
+    Returns the choice of drafts too."""
 
     def resolve(info: AlgorithmInfo) -> SpecConfig:
         with startup.part("reading the configuration"):
@@ -185,23 +194,31 @@ def _start_algorithm(
         joined.ranks = join_ranks(config, device, spec.target_config)
         return spec
 
-    selected = Registry().select(config.speculative_algorithm)
-    return start_algorithm(
+    is_automatic = is_auto(config.speculative_algorithm)
+    target_config = read_target_config(find_model(config.model)) if is_automatic else None
+    selected, automatic = select_algorithm(Registry(), config, target_config)
+    if automatic is not None:
+        _log.info(automatic.line)
+    choice = _choice_of(config, selected.info)
+    started = start_algorithm(
         selected,
         resolve,
         host=EMBEDDED,
         disable_extensions=config.disable_extensions,
-        extensions=(*_choice_of(config, selected.info), *config.extensions),
+        # It comes before the extensions, which are asked first so.
+        extensions=(*([] if choice is None else [choice]), *config.extensions),
         calls=HookCalls,
     )
+    return started, choice
 
 
-def _choice_of(config: EngineConfig, info: AlgorithmInfo) -> list[object]:
-    """Return the core's choice of drafts as a plugin, where there is one. It comes before the
-    extensions, which are asked first so."""
-    choice = config.draft_choice or (MEASURED if info.is_several else FIRST)
-    measured = MeasuredChoice(deterministic=config.deterministic_drafts)
-    return [measured] if choice == MEASURED else []
+def _choice_of(config: EngineConfig, info: AlgorithmInfo) -> MeasuredChoice | None:
+    """Return the core's choice of drafts, a plugin, where there is one."""
+    of_several = info.is_several or is_auto(config.speculative_algorithm)
+    choice = config.draft_choice or (MEASURED if of_several else FIRST)
+    if choice != MEASURED:
+        return None
+    return MeasuredChoice(deterministic=config.deterministic_drafts)
 
 
 def _load(
@@ -209,6 +226,7 @@ def _load(
     device: torch.device,
     startup: Startup,
     algorithm: StartedAlgorithm[HookCalls],
+    choice: MeasuredChoice | None,
     ranks: RankGroup | None,
     opened: ExitStack,
 ) -> Loaded:
@@ -222,6 +240,7 @@ def _load(
     return Loaded(
         config=config,
         algorithm=algorithm,
+        choice=choice,
         ranks=ranks,
         runner=runner,
         tokenizer=tokenizer,

@@ -46,6 +46,12 @@ def test_another_depth_or_width_brings_its_own_number_of_nodes() -> None:
     assert shape(SpecConfig.resolve(info(), num_steps=3, topk=2)) == (3, 2, 6)
 
 
+@pytest.mark.parametrize("ratio", [0, -1.5, "2"])
+def test_speed_up_that_is_none_is_refused(ratio):
+    with pytest.raises(ValueError, match=r"speed_ups\['m'\].*above 0"):
+        AlgorithmInfo(name="A", summary="", api_version=1, speed_ups={"m": ratio})
+
+
 @pytest.mark.parametrize("option", ["num_steps", "topk", "num_draft_tokens"])
 def test_a_number_below_one_is_refused(option: str) -> None:
     with pytest.raises(UsageError, match=f"{option}=0: expected an integer of at least 1"):

@@ -21,6 +21,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from specplug.bench.summary import Report, Summary, caption
+from specplug.bench.variant import BASELINE
 
 COLORS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288",
@@ -28,6 +29,7 @@ COLORS = (
 )  # fmt: skip
 MARKERS = "osD^v<>pPXh*"
 BASELINE_COLOR = "#6E6E6E"
+TINT_VERIFIED = "#9A9A9A"
 TINTS = {
     "propose": 1.0,
     "target": 0.5,
@@ -53,6 +55,13 @@ SPLIT = (
     "propose: the draft; target: its forward; verify: acceptance; extend: the draft model reads "
     "what was accepted; prefill: reading the prompts; other: scheduling, detokenizing, waiting"
 )
+
+CHOICES = (
+    "shares of the requests of a step, by what drafted for them in the last round (NONE: nothing "
+    "was asked to); below, the mean nodes of a request: verified, and accepted with the bonus token"
+)
+MOST_STEPS = 160
+"""Steps in a picture of choices; of more, neighbours are put together."""
 
 RELIABILITY = (
     "drafted nodes by the probability that they would be accepted, as the run had learnt it from "
@@ -92,6 +101,8 @@ def save(report: Report, folder: Path) -> list[str]:
     """Write the plots of ``PLOTS``, those of the parts of a step and of scores if the engine knows
     them; return their names."""
     unknown = set() if report.knows_parts else {draw_time_split}
+    if not any(_choices(summary) for summary in report.summaries):
+        unknown.add(draw_choices)
     if not any(summary.reliability for summary in report.summaries):
         unknown.add(draw_reliability)
     if not any(s.drafted and s.verified_nodes is not None for s in report.summaries):
@@ -287,12 +298,103 @@ def draw_reliability(report: Report) -> Figure:
     return figure
 
 
+def draw_choices(report: Report) -> Figure:
+    """Draw, for each variant of several algorithms and batch size, who drafted in each step of the
+    last round, and how many nodes a request had."""
+    chosen = [(s, _choices(s)) for s in report.summaries if _choices(s)]
+    figure = _figure(report, 1.0 + 3.3 * len(chosen), "Who drafts, step by step", CHOICES)
+    grid = figure.subplots(
+        2 * len(chosen), 1, squeeze=False, gridspec_kw={"height_ratios": [3, 2] * len(chosen)}
+    )[:, 0]
+    names = sorted({name for _, steps in chosen for step in steps for name in step["drafters"]})
+    names.sort(key=lambda name: name == BASELINE)  # on top
+    colors = {name: COLORS[place % len(COLORS)] for place, name in enumerate(names)}
+    colors[BASELINE] = "#D8D8D8"
+    for (summary, steps), shares, nodes in zip(chosen, grid[::2], grid[1::2], strict=True):
+        draw_shares(shares, steps, names, colors)
+        draw_step_nodes(nodes, steps)
+        busy = ", ".join(f"{n} {100 * each.share:.0f} %" for n, each in summary.drafters.items())
+        shares.set_title(f"{summary.label}, batch size {summary.batch_size}: {busy}")
+    return figure
+
+
+def draw_shares(
+    axes: Axes,
+    steps: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    colors: Mapping[str, str],
+    most: int = MOST_STEPS,
+) -> None:
+    """Draw the share of each drafter at each step, one above the other.
+
+    Args:
+        steps: mappings as ``WatchedEngine.stats`` has them.
+        names: of drafters, from the bottom.
+        colors: by name.
+        most: of more steps, neighbours are put together.
+    """
+    edges, groups = _grouped(steps, most)
+    bottom = [0.0] * len(groups)
+    for name in names:
+        counts = [sum(step["drafters"].get(name, 0) for step in group) for group in groups]
+        totals = [sum(sum(step["drafters"].values()) for step in group) for group in groups]
+        top = [b + c / t for b, c, t in zip(bottom, counts, totals, strict=True)]
+        if any(counts):
+            axes.stairs(top, edges, baseline=bottom, fill=True, color=colors[name], label=name)
+        bottom = top
+    axes.set_xlim(edges[0], edges[-1])
+    axes.set_ylim(0, 1)
+    axes.yaxis.set_major_formatter(PercentFormatter(1))
+    axes.set_ylabel("requests")
+    axes.tick_params(labelbottom=False)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.02), borderaxespad=0.4)
+
+
+def draw_step_nodes(axes: Axes, steps: Sequence[Mapping[str, Any]], most: int = MOST_STEPS) -> None:
+    """Draw the mean nodes of a request at each step, as ``draw_shares`` does: verified, and
+    accepted."""
+    edges, groups = _grouped(steps, most)
+    for name, color in (("verified", TINT_VERIFIED), ("accepted", INK)):
+        means = [
+            sum(step[name] for step in group)
+            / sum(sum(step["drafters"].values()) for step in group)
+            for group in groups
+        ]
+        axes.stairs(means, edges, baseline=None, color=color, linewidth=1.3, label=name)
+    axes.set_xlim(edges[0], edges[-1])
+    axes.set_ylim(0)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
+    axes.grid(axis="y")
+    axes.set_ylabel("nodes")
+    axes.set_xlabel("decode step")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.05), borderaxespad=0.4)
+
+
+def _grouped(
+    steps: Sequence[Mapping[str, Any]], most: int
+) -> tuple[list[int], list[Sequence[Mapping[str, Any]]]]:
+    """Put neighbouring steps together, so that there are at most ``most`` groups; return the
+    numbers of their edges, from 1, and the groups."""
+    size = -(-len(steps) // most)
+    starts = range(0, len(steps), size)
+    return [start + 1 for start in starts] + [len(steps) + 1], [
+        steps[start : start + size] for start in starts
+    ]
+
+
+def _choices(summary: Summary) -> Sequence[Mapping[str, Any]]:
+    """Return the choices of a variant's last round; none where one algorithm alone drafts."""
+    found: Sequence[Mapping[str, Any]] = summary.series.runs[-1].statistics.get("choices", ())
+    return found
+
+
 PLOTS: dict[str, Callable[[Report], Figure]] = {
     "speedup.png": draw_speed_up,
     "acceptance.png": draw_acceptance,
     "nodes.png": draw_nodes,
     "time_split.png": draw_time_split,
     "reliability.png": draw_reliability,
+    "choices.png": draw_choices,
 }
 """The drawing function of each file name."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ import attrs
 
 from specplug.bench.measurement import Run, Series
 from specplug.bench.workload import COMPLETION, MIXED, NOISE_TEMPERATURE
+from specplug.engine.speculation import speculation_line
 
 PARTS = ("propose", "target", "verify", "extend", "prefill", "other")
 """The parts of the wall time, which ``TimeSplit`` explains."""
@@ -128,6 +130,21 @@ class ScoredNodes:
     def gap(self) -> float:
         """How many nodes were accepted more than predicted, or fewer."""
         return abs(self.accepted - self.predicted)
+
+
+@attrs.frozen(kw_only=True)
+class Drafted:
+    """What one algorithm drafted of a run in which several could.
+
+    Attributes:
+        share: of all verifications those of its drafts, from 0 to 1.
+        verified_nodes: mean nodes of its drafts that were verified, the root included.
+        accept_length: mean tokens of them, with the bonus token.
+    """
+
+    share: float
+    verified_nodes: float
+    accept_length: float
 
 
 @attrs.frozen
@@ -259,6 +276,34 @@ class Summary:
         return counts
 
     @property
+    def algorithms(self) -> list[str]:
+        """The names of the algorithms in its run."""
+        name = self.series.config.get("algorithm", self.series.variant.algorithm)
+        return re.split("[+,]", name)
+
+    @cached_property
+    def drafters(self) -> dict[str, Drafted]:
+        """What each algorithm drafted, by name, the busiest first; "NONE" where nothing was. Empty
+        where only one can draft."""
+        if not self.series.variant.is_several:
+            return {}
+        counts: dict[str, Counter[str]] = {
+            name: Counter() for name in ("verifications", "drafted", "accepted")
+        }
+        for run in self.series.runs:
+            for name, found in counts.items():
+                found.update(run.statistics.get(f"{name}_by_drafter", {}))
+        total = counts["verifications"].total()
+        return {
+            name: Drafted(
+                share=count / total,
+                verified_nodes=1 + counts["drafted"][name] / count,
+                accept_length=counts["accepted"][name] / count,
+            )
+            for name, count in counts["verifications"].most_common()
+        }
+
+    @property
     def output_tokens(self) -> int:
         """The tokens generated in all rounds."""
         return sum(run.output_tokens for run in self.series.runs)
@@ -294,6 +339,7 @@ class Summary:
             "acceptance_by_position": self.acceptance,
             "drafted_by_position": self.drafted,
             "accepted_by_position": self.accepted,
+            "drafters": {name: attrs.asdict(each) for name, each in self.drafters.items()},
             "undrafted": dict(self.undrafted),
             "seconds": {
                 "wall": self.time.wall,
@@ -424,7 +470,7 @@ class Table:
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    left: Sequence[str] = ("algorithm", "identical", "reliability", "drafts")
+    left: Sequence[str] = ("algorithm", "identical", "reliability", "drafts", "drafter")
 
     @property
     def right(self) -> list[str]:
@@ -434,7 +480,8 @@ class Table:
 
 def tables(report: Report) -> list[Table]:
     """Make the tables: speed, time by part if the engine knows it and, if anything was drafted,
-    nodes of a step, acceptance by position, and how well scores foresaw it."""
+    who drafted where several can, nodes of a step, acceptance by position, and how well scores
+    foresaw it."""
     shape, rate = ("S", "K", "N"), ("tokens/s", "speed-up", _spread_column(report))
     speed = Table(
         ("algorithm", "batch", *shape, *rate, "accept length", "identical"),
@@ -443,6 +490,10 @@ def tables(report: Report) -> list[Table]:
     time = Table(
         ("algorithm", "batch", "ms/token", *PARTS),
         [_time(summary) for summary in report.summaries],
+    )
+    drafters = Table(
+        ("algorithm", "batch", "drafter", "share", "verified", "accept length"),
+        [row for summary in report.summaries for row in _drafters(summary)],
     )
     nodes = Table(
         ("algorithm", "batch", "drafted", "verified", "accepted", "wasted"),
@@ -466,7 +517,7 @@ def tables(report: Report) -> list[Table]:
         ("algorithm", "batch", "predicted", "accepted", "error", "reliability"),
         [_scores(summary) for summary in report.summaries if summary.scored.nodes],
     )
-    drafts = [table for table in (nodes, acceptance, scores) if table.rows]
+    drafts = [table for table in (drafters, nodes, acceptance, scores) if table.rows]
     return [speed, *([time] if report.knows_parts else []), *drafts]
 
 
@@ -489,6 +540,7 @@ def legend(report: Report) -> list[str]:
         "S draft steps, K branches kept per step (topk), N tokens verified per step; "
         "accept length: tokens per verification, bonus token included",
         *([_PARTS + gpu] if report.knows_parts else []),
+        *([_DRAFTERS] if any(summary.drafters for summary in report.summaries) else []),
         *([_NODES, _ACCEPTANCE] if drafted else []),
         *([_SCORES] if any(summary.scored.nodes for summary in report.summaries) else []),
     ]
@@ -498,6 +550,10 @@ _PARTS = (
     "shares of wall time by the host's clock: propose (the draft), target (its forward), verify "
     "(acceptance) and extend (the draft model reads what was accepted) of decode steps; prefill; "
     "other"
+)
+_DRAFTERS = (
+    "share: of all steps of all requests, those in which the drafter drafted (NONE: nothing did); "
+    "verified: nodes of such a draft, the root included"
 )
 _NODES = (
     "nodes of a step, the root included: drafted; verified, which is what cuts left; accepted, the "
@@ -549,6 +605,16 @@ def differences(report: Report) -> list[str]:
                 f"{first.prompt}, output token {first.position + 1}"
             )
     return found
+
+
+def benefits(report: Report) -> list[str]:
+    """Describe what each variant's speculation brought in the last round, by its own measure, and
+    what other settings would have brought."""
+    return [
+        f"{summary.label}, batch {summary.batch_size}: {speculation_line(found)}"
+        for summary in report.summaries
+        if (found := summary.series.runs[-1].statistics.get("speculation")) is not None
+    ]
 
 
 def undrafted(report: Report) -> list[str]:
@@ -611,6 +677,20 @@ def _digits(reliability: Mapping[int, ScoredNodes]) -> str:
         str(min(each.accepted * _TENTHS // each.nodes, _TENTHS - 1)) if each.nodes else "."
         for each in tenths
     )
+
+
+def _drafters(summary: Summary) -> list[list[str]]:
+    return [
+        [
+            summary.label,
+            str(summary.batch_size),
+            name,
+            f"{100 * each.share:.0f}%",
+            f"{each.verified_nodes:.2f}",
+            f"{each.accept_length:.2f}",
+        ]
+        for name, each in summary.drafters.items()
+    ]
 
 
 def _nodes(summary: Summary) -> list[str]:

@@ -37,6 +37,7 @@ from specplug.config import EngineConfig
 from specplug.errors import SpecplugError, UsageError
 from specplug.host import EngineOptions, HostPlugin, MeasuredEngine
 from specplug.registry import Registry
+from specplug.speculative.automatic import select_algorithm
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -70,8 +71,9 @@ MEASUREMENT = (
         default=(EVERY,),
         show_default=True,
         metavar="A,B,…",
-        help="Installed algorithms, or all; NONE always runs. An algorithm may have settings of "
-        "its own: NAME:steps=7,topk=4,tokens=16 (also draft=FOLDER).",
+        help="Installed algorithms, or all, or auto; NONE always runs. An algorithm may have "
+        "settings of its own: NAME:steps=7,topk=4,tokens=16 (also draft=FOLDER). '[A,B]' is one "
+        "variant: several algorithms in one run.",
     ),
     click.Option(
         ["--batch-sizes"],
@@ -189,7 +191,7 @@ def _variants(options: Mapping[str, Any]) -> tuple[list[Variant], list[dict[str,
     found, problems = [], []
     for variant in parse_variants(options["speculative_algorithms"], list(enabled)):
         try:
-            found.append(_fitted(variant, registry, common, host))
+            found.append(_fitted(variant, registry, options["model"], common, host))
         except SpecplugError as error:
             if variant.named:
                 raise
@@ -199,14 +201,24 @@ def _variants(options: Mapping[str, Any]) -> tuple[list[Variant], list[dict[str,
 
 
 def _fitted(
-    variant: Variant, registry: Registry, common: Mapping[str, Any], host: HostPlugin | None
+    variant: Variant,
+    registry: Registry,
+    model: str | None,
+    common: Mapping[str, Any],
+    host: HostPlugin | None,
 ) -> Variant:
     """Return a variant under its settings.
+
+    Args:
+        model: the target's folder or id.
+        common: the settings typed for all variants.
 
     Raises:
         SpecplugError: it cannot run like that.
     """
-    selected = registry.select(variant.algorithm)
+    asked = EngineConfig(model=model, speculative_algorithm=variant.algorithm, **common)
+    able = None if host is None else host.describe()
+    selected, _ = select_algorithm(registry, asked, host=able)
     fitting = dict(common)
     if not selected.info.capabilities.draft_model:
         fitting.pop("speculative_draft_model_path", None)
@@ -270,12 +282,16 @@ def _opener(options: Mapping[str, Any]) -> OpenEngine:
     shared, engine = chosen(SHARED, options), options["engine"]
 
     def open_embedded(variant: Variant, size: int) -> MeasuredEngine:
+        from specplug.bench.choices import ChoiceLog, WatchedEngine
         from specplug.llm import LLM
 
-        return LLM(
+        log = ChoiceLog()
+        llm = LLM(
             speculative_algorithm=variant.algorithm,
+            extensions=[log] if variant.is_several else [],
             **{**shared, **variant.arguments, "max_running_requests": size},
         )
+        return WatchedEngine(llm, log) if variant.is_several else llm
 
     def open_other(variant: Variant, size: int) -> MeasuredEngine:
         config = EngineConfig(model=shared["model"], dtype=shared["dtype"], **variant.arguments)
@@ -299,7 +315,7 @@ def _report(
     from specplug.bench.summary import Report
 
     config = summaries[0].series.config
-    names = {summary.series.variant.algorithm for summary in summaries}
+    names = {name for summary in summaries for name in summary.algorithms}
     host = None if options["engine"] is None else Registry().host(options["engine"])
     others = {} if host is None else {k: v for k, v in host.versions().items() if v is not None}
     plugins = [entry.distribution for entry in Registry().entries() if entry.name in names]
@@ -384,12 +400,12 @@ def _bar_observer(bar: Progress, task: TaskID) -> Observer:
 
 
 def _print(report: Report) -> None:
-    from specplug.bench.summary import caption, legend, tables
+    from specplug.bench.summary import benefits, caption, legend, tables
 
     for table in tables(report):
         print_table(table.columns, table.rows, table.right)
         click.echo()
-    for line in (*caption(report), *legend(report)):
+    for line in (*benefits(report), *caption(report), *legend(report)):
         click.secho(line, dim=True)
 
 

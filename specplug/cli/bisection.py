@@ -13,7 +13,7 @@ import click
 
 from specplug.bench.bisection import KERNELS, RIGHT, ROUNDS, Bisection, Trial, bisect
 from specplug.cli import check_working_directory
-from specplug.cli.options import ENGINE, GRAMMAR, OWN, SAMPLING, check_speculation, chosen
+from specplug.cli.options import ENGINE, GRAMMAR, OWN, SAMPLING, check_algorithm, chosen
 from specplug.cli.progress import loading_bars, told
 from specplug.cli.standard_output import print_table, reserve_standard_output
 from specplug.config import EngineConfig
@@ -46,7 +46,7 @@ def bisect_prompt(options: Mapping[str, Any], *, as_json: bool) -> int:
     config = EngineConfig(model=model, **chosen((*engine, OWN), options))
     params = SamplingParams(**chosen((*SAMPLING, *GRAMMAR), options))
     registry = Registry()
-    check_speculation(registry.select(config.speculative_algorithm).info, config)
+    check_algorithm(registry, config)
     registry.check_extensions(config.disable_extensions)
     prompt = _prompt(text)
     with told(verbose=options["verbose"]), reserve_standard_output() as out:

@@ -20,7 +20,7 @@ from specplug.cli.options import (
     SAMPLING,
     VERBOSE,
     GroupedCommand,
-    check_speculation,
+    check_algorithm,
     chosen,
 )
 from specplug.cli.progress import load, told
@@ -126,7 +126,7 @@ def _generate(options: Mapping[str, Any], params: SamplingParams, out: TextIO | 
     """Complete the prompts; one alone is printed on ``out`` as it comes, if that is given."""
     config = EngineConfig(**chosen((*ENGINE, OWN, EXTENSIONS), options))
     registry = Registry()
-    check_speculation(registry.select(config.speculative_algorithm).info, config)
+    check_algorithm(registry, config)
     registry.check_extensions(config.disable_extensions)
     prompts = _read_prompts(options["prompts"], options["prompt_file"])
     started = time.perf_counter()
@@ -223,6 +223,10 @@ def _print_statistics(run: Run) -> None:
         f"num_draft_tokens {config['num_draft_tokens']}",
     ]
     click.secho(", ".join(parts), dim=True, err=True)
+    if run.stats["speculation"] is not None:
+        from specplug.engine.speculation import speculation_line
+
+        click.secho(speculation_line(run.stats["speculation"]), dim=True, err=True)
 
 
 def _sound(output: RequestOutput) -> RequestOutput:

@@ -9,10 +9,13 @@ import attrs
 import click
 
 from specplug.algorithm import CAPTURES, DEFAULT_MODEL
+from specplug.algorithm_names import AUTO, is_auto
 from specplug.cli.standard_output import print_table, reserve_standard_output
 from specplug.contract import HOOKS, OBSERVERS, implemented_hooks
+from specplug.errors import UsageError
 from specplug.registry import Registry, SelectedAlgorithm
 from specplug.settings import settings_of
+from specplug.speculative.automatic import choose_algorithms
 
 if TYPE_CHECKING:
     from specplug.testing.grades import Standing
@@ -20,9 +23,19 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("name")
+@click.option(
+    "--model", metavar="FOLDER|ID", show_default=DEFAULT_MODEL, help="The target, for `auto` alone."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def info(name: str, as_json: bool) -> None:
-    """Show what the algorithm NAME declares, and the grade that specplug check has found."""
+def info(name: str, model: str | None, as_json: bool) -> None:
+    """Show what the algorithm NAME declares, and the grade that specplug check has found.
+
+    For `auto` it shows which algorithms these are for a model, and why not the others."""
+    if is_auto(name):
+        _show_automatic(model, as_json=as_json)
+        return
+    if model is not None:
+        raise UsageError(f"--model {model!r}: expected {AUTO} with it; {name} is one algorithm")
     from specplug.testing.grades import Standing
 
     with reserve_standard_output() as out:
@@ -36,6 +49,21 @@ def info(name: str, as_json: bool) -> None:
             return
     rows = [*_rows(declared), ("grade", standing.line(selected.name))]
     print_table(("algorithm", declared["name"]), rows)
+
+
+def _show_automatic(model: str | None, *, as_json: bool) -> None:
+    with reserve_standard_output() as out:
+        choice = choose_algorithms(Registry(), model)
+        chosen = [each.name for each in choice.chosen]
+        if as_json:
+            import json
+
+            found = {"name": AUTO, "chosen": chosen, "left_out": dict(choice.left_out)}
+            click.echo(json.dumps(found, indent=2), file=out)
+            return
+    rows = [(name, "takes part") for name in chosen]
+    rows += [(name, f"left out: {why}") for name, why in choice.left_out.items()]
+    print_table(("algorithm", AUTO), rows)
 
 
 def describe(selected: SelectedAlgorithm, standing: Standing) -> dict[str, Any]:
@@ -58,6 +86,7 @@ def describe(selected: SelectedAlgorithm, standing: Standing) -> dict[str, Any]:
         "defaults": attrs.asdict(declared.defaults),
         "draft_lookahead": declared.draft_lookahead,
         "accept_lengths": dict(declared.conformance.accept_lengths),
+        "speed_ups": dict(declared.speed_ups),
         "settings": {
             name: {"option": about.option, "help": about.help}
             for name, about in (settings_of(declared.settings) if declared.settings else {}).items()
@@ -97,6 +126,11 @@ def _rows(declared: dict[str, Any]) -> list[tuple[str, str]]:
         (
             "accept length",
             ", ".join(f"{n:.2f} ({model})" for model, n in declared["accept_lengths"].items())
+            or "not declared",
+        ),
+        (
+            "speed-up",
+            ", ".join(f"{n:.2f} ({model})" for model, n in declared["speed_ups"].items())
             or "not declared",
         ),
         ("own hooks", ", ".join(hooks["implemented"])),

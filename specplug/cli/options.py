@@ -15,6 +15,7 @@ import click
 from click.core import ParameterSource
 
 from specplug.algorithm import AlgorithmInfo, SpecConfig
+from specplug.algorithm_names import is_auto
 from specplug.bounds import MAX_SECONDS, bound_of
 from specplug.cli.standard_output import reserve_standard_output
 from specplug.config import EngineConfig
@@ -33,6 +34,7 @@ from specplug.settings import (
     Texts,
     settings_of,
 )
+from specplug.speculative.automatic import select_algorithm
 from specplug.text_file import read_text
 
 
@@ -224,10 +226,13 @@ def _extensions_of(registry: Registry, args: Sequence[str]) -> list[Extension]:
 
 
 def _own_options(registry: Registry, args: Sequence[str]) -> tuple[SettingOption, ...]:
-    """Make the options of the settings that the algorithms named in ``args`` have of their own.
-    What a plugin prints when it is imported goes to standard error."""
+    """Make the options of the settings that the algorithms named in ``args`` have of their own;
+    for ``auto`` those of all. What a plugin prints when it is imported goes to standard error."""
     found = list[SettingOption]()
-    for name in dict.fromkeys(_algorithms_in(args)):
+    named = list(_algorithms_in(args))
+    if any(map(is_auto, named)):
+        named += registry.names()
+    for name in dict.fromkeys(named):
         with suppress(SpecplugError), reserve_standard_output():  # the command tells
             kind = registry.select(name).info.settings
             groups = () if kind is None else {each.group for each in settings_of(kind).values()}
@@ -237,9 +242,9 @@ def _own_options(registry: Registry, args: Sequence[str]) -> tuple[SettingOption
 
 def _algorithms_in(args: Sequence[str]) -> Iterator[str]:
     """Yield the algorithms' names in ``--speculative-algorithm`` or ``--speculative-algorithms``:
-    in ``A+B`` two, and in ``A:steps=5,C`` two."""
+    in ``A+B`` two, in ``A:steps=5,C`` two, and in ``[A,B]`` two."""
     for text in _values_of(args, "--speculative-algorithm", "--speculative-algorithms"):
-        for part in re.split("[,+]", text):
+        for part in re.split(r"[\[\],+]", text):
             name = part.partition(":")[0].strip()
             if name and "=" not in name:
                 yield name
@@ -319,6 +324,16 @@ GRAMMAR = options_of(SamplingParams, "Structured output")
 def chosen(group: Sequence[click.Parameter], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of the options of ``group``, by name."""
     return {option.name: options[option.name] for option in group if option.name}
+
+
+def check_algorithm(registry: Registry, config: EngineConfig) -> None:
+    """Refuse at once an algorithm that ``LLM`` would refuse after torch has loaded.
+
+    Raises:
+        SpecplugError: it is not installed, is broken, or cannot run with these settings.
+    """
+    selected, _ = select_algorithm(registry, config)
+    check_speculation(selected.info, config)
 
 
 def check_speculation(info: AlgorithmInfo, config: EngineConfig) -> None:

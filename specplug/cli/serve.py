@@ -24,7 +24,7 @@ from specplug.cli.options import (
     Bounded,
     Duration,
     GroupedCommand,
-    check_speculation,
+    check_algorithm,
     chosen,
     options_of,
 )
@@ -36,6 +36,7 @@ from specplug.host import ServerOptions
 from specplug.registry import Registry
 from specplug.serve.tool_calls import PARSERS
 from specplug.settings import MAX_PORT
+from specplug.speculative.automatic import select_algorithm
 from specplug.text_file import read_text
 
 _NEEDED = ("fastapi", "prometheus_client", "uvicorn", "zmq")
@@ -194,7 +195,7 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
     config = EngineConfig(**chosen((*ENGINE, OWN, *DISAGGREGATION, *MODEL_LIMITS), options))
     with reserve_standard_output():
         registry = Registry()
-        check_speculation(registry.select(config.speculative_algorithm).info, config)
+        check_algorithm(registry, config)
         registry.check_extensions(config.disable_extensions)
     template = options["chat_template"]
     chat_template = None if template is None else read_text("chat template", template)
@@ -247,7 +248,7 @@ def _serve_elsewhere(options: Mapping[str, Any]) -> NoReturn:
     with reserve_standard_output():
         registry = Registry()
         host = registry.host(options["engine"])
-        selected = registry.select(config.speculative_algorithm)
+        selected, _ = select_algorithm(registry, config, host=host.describe())
         check_run(host, selected, config)
         command = host.server_command(
             ServerOptions(

@@ -37,6 +37,7 @@ from specplug.serve.ranks import Ranks
 from specplug.serve.replies import ChatReply, CompletionReply, Reply
 from specplug.serve.sampling import sampling_params
 from specplug.serve.tool_choice import ToolUse, tool_use
+from specplug.serve.wishes import HEADERS, PARAMETERS, blamed_on_header, read_wishes
 
 _T = TypeVar("_T")
 
@@ -211,8 +212,9 @@ class OpenAIServing:
         self.check_model(body.model)
         reply.spec_decode_metrics = self._spec_decode_metrics
         stopwatch = Stopwatch(self.metrics)
+        wishes = read_wishes(request.headers, {name: getattr(body, name) for name in HEADERS})
         stream = self.ranks.submit(
-            params=sampling_params(body, tools).as_json(),
+            params=sampling_params(body, tools, wishes).as_json(),
             priority=body.priority or 0,
             **fields,
         )
@@ -224,6 +226,9 @@ class OpenAIServing:
                 usage = body.stream_options is not None and body.stream_options.include_usage
                 return EventStream(_events(stream, reply, stopwatch, bool(usage)), stream)
             await _unless_gone(request.receive, _collect(stream, reply, stopwatch))
+        except APIError as error:
+            stream.close()
+            raise blamed_on_header(error, wishes) from error
         except BaseException:
             stream.close()
             raise
@@ -291,13 +296,23 @@ def create_application(serving: OpenAIServing, limits: Limits) -> ASGIApp:
     )
     _add_error_handlers(app)
 
-    @app.post("/v1/completions", response_model=Completion, responses=_or_stream("A completion"))
+    wishes = {"parameters": PARAMETERS}
+
+    @app.post(
+        "/v1/completions",
+        response_model=Completion,
+        responses=_or_stream("A completion"),
+        openapi_extra=wishes,
+    )
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete a prompt, or several."""
         return await serving.complete(body, request)
 
     @app.post(
-        "/v1/chat/completions", response_model=ChatCompletion, responses=_or_stream("An answer")
+        "/v1/chat/completions",
+        response_model=ChatCompletion,
+        responses=_or_stream("An answer"),
+        openapi_extra=wishes,
     )
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Complete a chat."""

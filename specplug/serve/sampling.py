@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from specplug.errors import UsageError
@@ -24,12 +25,15 @@ _ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
 def sampling_params(
-    request: CompletionRequest | ChatRequest, tools: ToolUse | None = None
+    request: CompletionRequest | ChatRequest,
+    tools: ToolUse | None = None,
+    wishes: Mapping[str, Any] | None = None,
 ) -> SamplingParams:
     """Return the settings that a request asks for.
 
     Args:
         tools: how it uses tools, if it does.
+        wishes: settings that its headers ask for, by name.
 
     Raises:
         APIError: a value cannot be used.
@@ -39,6 +43,7 @@ def sampling_params(
         value = getattr(request, name)
         if value is not None:
             arguments[name] = value
+    arguments |= wishes or {}
     arguments["max_tokens"] = request.most_tokens
     arguments["logprobs"] = request.num_logprobs
     schema = _schema(request)

@@ -14,7 +14,25 @@ from specplug.bench.variant import parse_variants
 MakeSeries = Callable[..., list[Series]]
 
 
-def _run(seconds: float, outputs: Sequence[Sequence[int]], drafted: Sequence[int]) -> Run:
+SEVERAL: dict[str, Any] = {
+    "verifications_by_drafter": {"A": 4, "NONE": 6},
+    "drafted_by_drafter": {"A": 12, "NONE": 0},
+    "accepted_by_drafter": {"A": 14, "NONE": 6},
+    "choices": [
+        {"drafters": {"NONE": 2}, "verified": 2, "accepted": 2},
+        {"drafters": {"A": 1, "NONE": 1}, "verified": 5, "accepted": 4},
+    ],
+}
+"""Statistics of a run of several algorithms, beside those of all."""
+
+
+def _run(
+    seconds: float,
+    outputs: Sequence[Sequence[int]],
+    drafted: Sequence[int],
+    *,
+    several: bool = False,
+) -> Run:
     accepted = [count // 2 for count in drafted]
     statistics: dict[str, Any] = {
         "accepted": 10 + sum(accepted),
@@ -33,6 +51,7 @@ def _run(seconds: float, outputs: Sequence[Sequence[int]], drafted: Sequence[int
         "scored": {10: 8, 45: 10, 95: 4} if drafted else {},
         "predicted": {10: 1.0, 45: 4.75, 95: 3.9},
         "accepted_of_scored": {10: 2, 45: 5, 95: 4},
+        **(SEVERAL if several else {}),
     }
     return Run(seconds=seconds, outputs=tuple(map(tuple, outputs)), statistics=statistics)
 
@@ -60,6 +79,7 @@ def make_series() -> MakeSeries:
                         s,
                         (outputs or {}).get(variant.label, same),
                         () if variant.is_baseline else drafted,
+                        several=variant.is_several,
                     )
                     for s in seconds[variant.label]
                 ],

@@ -16,6 +16,9 @@ from matplotlib.text import Text
 from specplug.bench.plots import COLORS, DPI, PLOTS, STYLE, WIDTH, save
 from specplug.bench.summary import legend, tables
 
+FOR_ALL = [name for name in PLOTS if name != "choices.png"]
+"""The others are of runs in which several algorithms draft."""
+
 SPEC = "A,B:steps=3,topk=2,tokens=9,B:draft=some/where/else,C"
 SECONDS = {
     "NONE": [4.0, 4.2],
@@ -35,7 +38,7 @@ def report(make_series, make_report):
 @pytest.fixture
 def figures(report):
     with rc_context(STYLE):
-        drawn = {name: draw(report) for name, draw in PLOTS.items()}
+        drawn = {name: PLOTS[name](report) for name in FOR_ALL}
         for figure in drawn.values():
             FigureCanvasAgg(figure).draw()
         yield drawn
@@ -43,7 +46,7 @@ def figures(report):
 
 def test_they_are_images_of_the_size_that_was_asked_for(report, tmp_path):
     save(report, tmp_path)
-    assert {file.name for file in tmp_path.iterdir()} == set(PLOTS)
+    assert {file.name for file in tmp_path.iterdir()} == set(FOR_ALL)
     for file in tmp_path.iterdir():
         image = imread(file)
         assert image.shape[1] == WIDTH * DPI
@@ -96,7 +99,7 @@ def test_two_of_one_algorithm_are_told_apart(figures):
     assert sorted(labels) == ["A", "B\nS 3 · K 1 · N 4", "B\nelse · S 3 · K 1 · N 4", "C"]
 
 
-@pytest.mark.parametrize("name", PLOTS)
+@pytest.mark.parametrize("name", FOR_ALL)
 def test_axes_have_units_and_no_text_is_cut_off(figures, name):
     figure = figures[name]
     assert any(
@@ -161,3 +164,33 @@ def test_ten_algorithms_have_ten_colours_and_marks(make_series, make_report):
     lines = drawn.axes[0].get_lines()
     assert len({rgb(line.get_color()) for line in lines}) == len(names)
     assert len({line.get_marker() for line in lines}) == len(names)
+
+
+def test_choices_are_stacked_shares_of_each_step(make_series, make_report, tmp_path):
+    seconds = {"NONE": [4.0, 4.0], "[A,B]": [2.0, 2.0], "A": [3.0, 3.0]}
+    report = make_report(make_series("[A,B],A", seconds))
+    assert "choices.png" in save(report, tmp_path)
+    assert imread(tmp_path / "choices.png").shape[1] == WIDTH * DPI
+    with rc_context(STYLE):
+        shares, nodes = PLOTS["choices.png"](report).axes
+    assert shares.get_title(loc="left") == "[A,B], batch size 1: NONE 60 %, A 40 %"
+    drawn = {each.get_label(): each.get_data() for each in shares.patches}
+    assert {name: list(data.values) for name, data in drawn.items()} == {
+        "A": [0.0, 0.5],
+        "NONE": [1.0, 1.0],
+    }
+    assert list(drawn["NONE"].baseline) == [0.0, 0.5]
+    assert list(drawn["A"].edges) == [1, 2, 3]
+    means = {each.get_label(): list(each.get_data().values) for each in nodes.patches}
+    assert means == {"verified": [1.0, 2.5], "accepted": [1.0, 2.0]}
+
+
+def test_choices_of_many_steps_are_put_together(make_series, make_report):
+    seconds = {"NONE": [4.0], "auto": [2.0]}
+    series = make_series("auto", seconds)
+    steps = series[1].runs[0].statistics["choices"]
+    series[1].runs[0].statistics["choices"] = steps * 200
+    shares, _ = PLOTS["choices.png"](make_report(series)).axes
+    data = shares.patches[0].get_data()
+    assert len(data.values) == 134
+    assert (data.edges[0], data.edges[1], data.edges[-1]) == (1, 4, 401)

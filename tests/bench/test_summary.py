@@ -9,10 +9,12 @@ import pytest
 from specplug.bench.summary import (
     PARTS,
     Difference,
+    Drafted,
     ScoredNodes,
     Spread,
     Summary,
     TimeSplit,
+    benefits,
     caption,
     differences,
     legend,
@@ -52,6 +54,38 @@ def test_acceptance(make_series):
     assert mine.acceptance == [0.5, 0.5, 0.5]
     assert mine.mean_accept_length == 2.1
     assert (none.acceptance, none.mean_accept_length) == ([], 1.0)
+
+
+def test_who_drafted_is_told_where_several_can(make_series, make_report):
+    seconds = {"NONE": [4.0, 4.0], "[A,B]": [2.0, 2.0], "A": [2.0, 2.0]}
+    report = make_report(make_series("[A,B],A", seconds))
+    _, several, alone = report.summaries
+    assert alone.drafters == {}
+    assert list(several.drafters) == ["NONE", "A"], "the busiest first"
+    assert several.drafters["A"] == Drafted(share=0.4, verified_nodes=4.0, accept_length=3.5)
+    found = json.loads(json.dumps(several.as_mapping()))["drafters"]
+    assert found["NONE"] == {"share": 0.6, "verified_nodes": 1.0, "accept_length": 1.0}
+    (table,) = (each for each in tables(report) if "drafter" in each.columns)
+    assert [list(row) for row in table.rows] == [
+        ["[A,B]", "1", "NONE", "60%", "1.00", "1.00"],
+        ["[A,B]", "1", "A", "40%", "4.00", "3.50"],
+    ]
+    assert "drafter" not in table.right
+    assert "in which the drafter drafted" in " ".join(legend(report))
+
+
+def test_what_speculation_brought_is_told(make_series, make_report):
+    series = make_series("A", {"NONE": [4.0], "A": [2.0]})
+    series[0].runs[0].statistics["speculation"] = None
+    series[1].runs[0].statistics["speculation"] = {
+        "accept_length": 2.1, "draft_share": 0.3, "speed_up": 1.8,
+        "alone": {"A": {"depth": 3, "speed_up": 1.7}}, "shallower": None,
+    }  # fmt: skip
+    assert benefits(make_report(series)) == [
+        "A, batch 1: speculation: 2.10 tokens a step, 1.80 times plain decoding as measured in "
+        "this run; drafting took 30 % of decoding; alone, as in the steps it was chosen for: "
+        "A 1.70 (3 deep)"
+    ]
 
 
 def test_rounds_that_drafted_to_other_depths_are_added_up(make_series):

@@ -24,6 +24,11 @@ def labels(*texts: str) -> list[str]:
         (["EAGLE3:topk=4,steps=7", "EAGLE3:steps=07,topk=4"], ["NONE", "EAGLE3:steps=7,topk=4"]),
         (["EAGLE3:draft=a/b:c,tokens=9"], ["NONE", "EAGLE3:tokens=9,draft=a/b:c"]),
         (["All,ngram:steps=3"], ["NONE", "EAGLE3", "NGRAM", "NGRAM:steps=3"]),
+        (["Auto,[ngram,EAGLE3]"], ["NONE", "auto", "[NGRAM,EAGLE3]"]),
+        (
+            ["X:steps=2, [a:steps=3,topk=2,B:draft=f] ,NGRAM,topk=1"],
+            ["NONE", "X:steps=2", "[A:steps=3,topk=2,B:draft=f]", "NGRAM:topk=1"],
+        ),
     ],
 )
 def test_labels(texts, expected):
@@ -38,6 +43,14 @@ def test_settings_are_arguments_of_the_engine():
         "speculative_num_draft_tokens": 4,
         "speculative_draft_model_path": "d",
     }
+
+
+def test_several_are_one_algorithm_of_the_engine():
+    _, mine, auto = parse_variants(["[a:steps=3,B],auto"], INSTALLED)
+    assert (mine.algorithm, mine.own, mine.named) == ("A:steps=3,B", {}, True)
+    assert (auto.algorithm, auto.own, auto.named) == ("auto", {}, True)
+    assert mine.is_several
+    assert auto.is_several
 
 
 def test_its_own_settings_go_before_those_for_all():
@@ -66,6 +79,13 @@ def test_who_was_named_must_not_be_left_out():
         ("NGRAM:tokens=²", "NGRAM:tokens=²: expected an integer of at least 1"),
         ("EAGLE3:draft=", "EAGLE3:draft=: expected the folder of draft weights"),
         ("NONE:steps=2", "NONE:steps=2: plain decoding has no settings; leave it out"),
+        ("auto:steps=2", "auto:steps=2: expected auto alone"),
+        ("[NGRAM]", "[NGRAM]: expected several algorithms, as in [A,B:steps=5]"),
+        ("[]", "[]: expected several algorithms"),
+        ("[A,B", "'[A,B': expected brackets around names alone, as in A,[B,C:steps=5],D"),
+        ("[A,B]:steps=2", "'[A,B]:steps=2': expected brackets around names alone"),
+        ("[A,B],steps=2", "'steps=2' stands before any algorithm"),
+        ("[A,B:step=2]", "B:step=2: did you mean steps?"),
         ("all:steps=2", "all:steps=2: expected all alone; --speculative-num-steps and"),
     ],
 )

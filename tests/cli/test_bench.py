@@ -265,6 +265,30 @@ def test_every_workload_gives_the_tokens_of_none(workload):
     assert all(result["identical"] for result in report["results"])
 
 
+def test_several_algorithms_are_one_variant(tmp_path):
+    done = bench(
+        *("--speculative-algorithms", "[NGRAM,EAGLE3:steps=2],auto", "--output", tmp_path),
+        *("--rounds", "1", "--num-prompts", "2", "--batch-sizes", "2", "--max-new-tokens", "24"),
+    )
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "bench.json").read_text())
+    results = {each["variant"]: each for each in report["results"]}
+    assert set(results) == {"NONE", "[NGRAM,EAGLE3:steps=2]", "auto"}
+    assert results["auto"]["config"]["algorithm"].endswith("DSPARK")
+    assert {"specplug-ngram", "specplug-dspark", "specplug-eagle3"} <= set(report["versions"])
+    for name, found in results.items():
+        shares = [each["share"] for each in found["drafters"].values()]
+        (run,) = found["rounds"]
+        choices = run["statistics"].get("choices", [])
+        assert bool(choices) == bool(shares) == (name != "NONE")
+        assert sum(shares) == pytest.approx(1.0 if shares else 0.0)
+        requests = sum(sum(step["drafters"].values()) for step in choices)
+        assert requests >= run["statistics"]["verifications"] or name == "NONE"
+    assert "DRAFTER" in done.stdout
+    assert "auto, batch 2: speculation: " in done.stdout
+    assert (tmp_path / "choices.png").exists()
+
+
 def test_prompts_that_come_again_are_told(tmp_path):
     dataset = tmp_path / "prompts.jsonl"
     dataset.write_text('{"prompt": "import os"}\n')

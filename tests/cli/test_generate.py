@@ -68,6 +68,16 @@ def test_text_goes_to_stdout_and_statistics_to_stderr():
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_what_speculation_brought_is_the_last_line():
+    tokens = "--max-new-tokens", "40", "--ignore-eos"
+    done = generate(*tokens, "--speculative-algorithm", "NGRAM", LOOP)
+    line = done.stderr.splitlines()[-1]
+    assert re.fullmatch(
+        r"speculation: \d\.\d\d tokens a step; drafting took \d+ % of decoding.*", line
+    )
+    assert "speculation" not in generate("--max-new-tokens", "4", LOOP).stderr
+
+
 def test_many_prompts_in_a_pipe():
     done = generate("--max-new-tokens", "6", PROMPT, LOOP)
     assert done.exit_code == 0

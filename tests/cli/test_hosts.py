@@ -182,6 +182,14 @@ def test_bench_leaves_out_what_cannot_run_there(engine):
         (("--max-queue", "3"), "--max-queue: an option of the embedded engine; expected x's own"),
         (("--speculative-algorithm", "EAGLE"), "EAGLE reads the hidden states after the final"),
         (
+            ("--speculative-algorithm", "auto"),
+            "speculative_algorithm='auto': Engine X 4.2 runs one algorithm alone; expected the",
+        ),
+        (
+            ("--speculative-algorithm", "NGRAM,EAGLE3"),
+            "NGRAM,EAGLE3 holds other algorithms, and Engine X 4.2 runs one alone",
+        ),
+        (
             ("--speculative-algorithm", "EAGLE3", "--speculative-eagle-topk", "4"),
             "EAGLE3 with topk=4 drafts trees, and Engine X 4.2 verifies chains only; use topk=1",
         ),

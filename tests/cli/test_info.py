@@ -36,6 +36,7 @@ class Algorithm:
             ),
             defaults=Defaults(num_steps=3, topk=2),
             settings=Settings,
+            speed_ups={"tiny-code": 1.5},
             weights={"tiny-code": FOLDER / "tiny", "other": FOLDER / "gone"},
         )
 
@@ -103,6 +104,7 @@ def test_json(full):
         "defaults": {"num_steps": 3, "topk": 2, "num_draft_tokens": None},
         "draft_lookahead": None,
         "accept_lengths": {},
+        "speed_ups": {"tiny-code": 1.5},
         "settings": {"full_depth": {"option": "--full-depth", "help": "Depth."}},
         "hooks": {
             "implemented": [
@@ -164,6 +166,23 @@ def test_weights_that_are_not_needed_or_not_shipped(plugin_folder):
     plugin_folder.write("FULL", (shipped, ""), code=FULL)
     shown = rows(plugin_folder.specplug("info", "FULL"))
     assert shown["weights for tiny-code"] == "none shipped"
+
+
+def test_auto_says_which_algorithms_these_are(plugin_folder):
+    found = json.loads(plugin_folder.specplug("info", "auto", "--json").stdout)
+    assert found["name"] == "auto"
+    assert found["chosen"][0] == "NGRAM"
+    assert found["chosen"][-1] == "DSPARK"
+    assert found["left_out"]["EAGLE3"].startswith("its speed-up of ")
+    shown = rows(plugin_folder.specplug("info", "auto", "--model", "some/model"))
+    assert shown["NGRAM"] == "takes part"
+    assert shown["DSPARK"] == "left out: no draft weights for some/model"
+
+
+def test_model_without_auto_is_refused(plugin_folder):
+    done = plugin_folder.specplug("info", "NONE", "--model", "some/model")
+    assert done.returncode == 2
+    assert "--model 'some/model': expected auto with it" in done.stderr
 
 
 def test_only_the_named_plugin_is_imported(plugin_folder):

@@ -86,6 +86,12 @@ class Acceptance:
         found: Array = self._survival[self._order, self._cells[rows]]
         return found
 
+    @property
+    def of_the_run(self) -> tuple[Array, Array]:
+        """The probability that a node at each depth is accepted with all before it, by the run's
+        rates, [A, D], and the drafts by which each algorithm's are known, [A]."""
+        return self._survival[:, len(_GRID) // 2], self._seen[:, 0]
+
     def doubt(self, rows: Array) -> Array:
         """Return the standard deviation of each request's log-odds, [n, A]; great where an
         algorithm was not tried for long."""

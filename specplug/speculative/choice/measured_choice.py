@@ -12,6 +12,7 @@ import attrs
 import numpy as np
 
 from specplug.hookspecs import hookimpl
+from specplug.speculative.choice.benefit import Benefit, TakenSteps
 from specplug.speculative.choice.draft_policy import DraftPolicy, StepOutcome
 from specplug.speculative.choice.foresight import Foresight
 from specplug.speculative.choice.step_cost import CPU_COSTS, GPU_COSTS, StepCosts
@@ -56,9 +57,13 @@ class MeasuredChoice:
     Args:
         deterministic: whether it goes by declared costs instead of clocks, so that a run's steps
             repeat one by one.
+
+    Attributes:
+        taken: the steps so far, for ``benefit``; may be cleared.
     """
 
     def __init__(self, *, deterministic: bool = False) -> None:
+        self.taken = TakenSteps()
         self._deterministic = deterministic
         self._policy: DraftPolicy | None = None
         self._foresights: list[Foresight] = []
@@ -115,7 +120,13 @@ class MeasuredChoice:
             seconds=self._seconds(report),
             draft_seconds=self._draft_seconds(report, launched),
         )
+        self.taken.add(outcome, sum(report.accept_lens))
         self._policy.observe(outcome)
+
+    @property
+    def benefit(self) -> Benefit | None:
+        """What speculation brought in the steps of ``taken``; None where that is not known."""
+        return None if self._policy is None else self.taken.benefit(self._policy, self._names)
 
     @hookimpl
     def on_request_finished(self, report: RequestReport) -> None:
