@@ -69,6 +69,7 @@ class Loaded:
         tokenizer: of transformers, or None.
         features: the states of "overlap", "prefix_cache" and "warm_up": ``ON``, or why not.
         graphs: the CUDA graphs.
+        choice: of drafts, the core's own; None: it has none in this run.
     """
 
     config: EngineConfig
@@ -78,6 +79,7 @@ class Loaded:
     tokenizer: Any | None
     features: dict[str, str]
     graphs: CudaGraphs
+    choice: MeasuredChoice | None
 
     @property
     def overlap(self) -> bool:
@@ -147,8 +149,8 @@ def start_run(config: EngineConfig, device: torch.device, startup: Startup) -> R
     """
     with _failure_told() as joined, ExitStack() as opened:
         opened.callback(trim_heap)
-        algorithm = _start_algorithm(config, device, startup, joined)
-        loaded = _load(config, device, startup, algorithm, joined.ranks, opened)
+        algorithm, choice = _start_algorithm(config, device, startup, joined)
+        loaded = _load(config, device, startup, algorithm, choice, joined.ranks, opened)
         caches = _allocate(loaded, startup, opened)
         return _serve(loaded, caches, startup, opened)
 
@@ -176,8 +178,9 @@ def _failure_told() -> Iterator[_Joined]:
 
 def _start_algorithm(
     config: EngineConfig, device: torch.device, startup: Startup, joined: _Joined
-) -> StartedAlgorithm[HookCalls]:
-    """Start the algorithm, and join the other ranks once the settings are known to be right."""
+) -> tuple[StartedAlgorithm[HookCalls], MeasuredChoice | None]:
+    """Start the algorithm, and join the other ranks once the settings are known to be right.
+    Returns the choice of drafts too."""
 
     def resolve(info: AlgorithmInfo) -> SpecConfig:
         with startup.part("reading the configuration"):
@@ -186,22 +189,25 @@ def _start_algorithm(
         return spec
 
     selected = Registry().select(config.speculative_algorithm)
-    return start_algorithm(
+    choice = _choice_of(config, selected.info)
+    started = start_algorithm(
         selected,
         resolve,
         host=EMBEDDED,
         disable_extensions=config.disable_extensions,
-        extensions=(*_choice_of(config, selected.info), *config.extensions),
+        # It comes before the extensions, which are asked first so.
+        extensions=(*([] if choice is None else [choice]), *config.extensions),
         calls=HookCalls,
     )
+    return started, choice
 
 
-def _choice_of(config: EngineConfig, info: AlgorithmInfo) -> list[object]:
-    """Return the core's choice of drafts as a plugin, where there is one. It comes before the
-    extensions, which are asked first so."""
+def _choice_of(config: EngineConfig, info: AlgorithmInfo) -> MeasuredChoice | None:
+    """Return the core's choice of drafts, a plugin, where there is one."""
     choice = config.draft_choice or (MEASURED if info.is_several else FIRST)
-    measured = MeasuredChoice(deterministic=config.deterministic_drafts)
-    return [measured] if choice == MEASURED else []
+    if choice != MEASURED:
+        return None
+    return MeasuredChoice(deterministic=config.deterministic_drafts)
 
 
 def _load(
@@ -209,6 +215,7 @@ def _load(
     device: torch.device,
     startup: Startup,
     algorithm: StartedAlgorithm[HookCalls],
+    choice: MeasuredChoice | None,
     ranks: RankGroup | None,
     opened: ExitStack,
 ) -> Loaded:
@@ -222,6 +229,7 @@ def _load(
     return Loaded(
         config=config,
         algorithm=algorithm,
+        choice=choice,
         ranks=ranks,
         runner=runner,
         tokenizer=tokenizer,
@@ -298,6 +306,9 @@ def _serve(loaded: Loaded, caches: _Caches, startup: Startup, opened: ExitStack)
     if decode_instance is not None:
         opened.callback(decode_instance.close)
     engine = _make_engine(loaded, caches, decode_instance)
+    drafters = drafters_of(caches.runtime)
+    if loaded.choice is not None and loaded.ranks is not None:
+        loaded.ranks.notes = loaded.choice.share(caches.runtime, drafters)
     inputs = InputProcessor(
         config,
         target,
@@ -305,7 +316,7 @@ def _serve(loaded: Loaded, caches: _Caches, startup: Startup, opened: ExitStack)
         cache.pool,
         context_len=kv.context_len,
         outputs=caches.outputs.values(),
-        drafters=drafters_of(caches.runtime),
+        drafters=drafters,
     )
     if loaded.features["warm_up"] == ON:
         decodes, hooks = config.disaggregation != "prefill", loaded.algorithm.hooks

@@ -205,6 +205,12 @@ class RankWorker:
         """How often each algorithm drafted for a request, as dice chose."""
         return self._dice.drafters
 
+    def costs(self) -> tuple[bool, list[float], list[list[float]]]:
+        """What the choice of drafts knows of a step's cost: whether it was measured, the target's
+        seconds by rows, and the drafters'."""
+        costs = self.llm.run.choice.costs
+        return costs.is_measured, costs.curve(1, 0.0, 64).tolist(), costs.drafters.tolist()
+
     def parameters(self) -> int:
         """Of the target, as this rank has it."""
         return self.llm.engine.steps.runner.target.num_parameters

@@ -294,6 +294,18 @@ def test_whatever_each_rank_chooses_tokens_are_nones(
         assert [set(each) for each in ranks.all("drafters")] == [names | {"NONE"}] * 2
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_ranks_learn_the_same_costs(ranks: Ranks, with_drafts: Target, deterministic: bool) -> None:
+    """One that was idle from the beginning too: its clock, and that of others, says the same."""
+    options = with_drafts.options("NGRAM,EAGLE3")
+    ranks.open(**options, dtype="float64", deterministic_drafts=deterministic)
+    for loads in ((0, 1), ()), ((0, 1, 2, 3, 4), (2, 4)):
+        ranks.run(*(with_drafts.jobs(numbers, stagger=2) for numbers in loads))
+        one, other = ranks.all("costs")
+        assert one == other
+        assert one[0] == (not deterministic)
+
+
 def tokens(answer: Any) -> list[tuple[int, ...]]:
     """Of each request that ``RankWorker.run`` tells of; none has an error."""
     assert not any(error for _, error, _, _ in answer[0])

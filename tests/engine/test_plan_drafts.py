@@ -10,7 +10,6 @@ from draft_dice import Dice
 
 from specplug import (
     LLM,
-    Batch,
     DraftChoices,
     DraftPlan,
     PluginError,

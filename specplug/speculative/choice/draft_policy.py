@@ -128,7 +128,7 @@ class DraftPolicy:
     def _learn_cost(self, outcome: StepOutcome, *, trusted: bool = False) -> None:
         if outcome.seconds is None:
             return
-        work = self._work(outcome.who, outcome.asked, outcome.nodes, outcome.context)
+        work = self.work_of(outcome)
         self.costs.observe(work, outcome.seconds, outcome.draft_seconds, trusted=trusted)
 
     def _learn_filled(self, who: Array, asked: Array, nodes: Array) -> None:
@@ -159,7 +159,9 @@ class DraftPolicy:
         if row is not None:
             self._free.append(row)
 
-    def _work(self, who: Array, asked: Array, nodes: Array, context: float) -> StepWork:
+    def work_of(self, outcome: StepOutcome) -> StepWork:
+        """Return what was done in a step."""
+        who, asked, nodes = outcome.who, outcome.asked, outcome.nodes
         algorithms = self.costs.algorithms
         depths, requests, drafted = np.zeros((3, algorithms))
         for a in range(algorithms):
@@ -171,7 +173,7 @@ class DraftPolicy:
         return StepWork(
             bs=len(who),
             rows=len(who) + int(nodes.sum()),
-            context=context,
+            context=outcome.context,
             ragged=bool(len(nodes)) and bool(nodes.max() != nodes.min()),
             depths=depths,
             requests=requests,

@@ -3,12 +3,15 @@ extension. It hears of each step by ``on_step``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import attrs
 import numpy as np
 
 from specplug.hookspecs import hookimpl
 from specplug.speculative.choice.draft_policy import DraftPolicy, StepOutcome
+from specplug.speculative.choice.rank_costs import RankCosts
 from specplug.speculative.choice.step_cost import CPU_COSTS, GPU_COSTS, StepCosts
 from specplug.speculative.draft_plan import NOBODY, DraftChoices, DraftPlan
 
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 
 _DEEPEST = 63
 """The most nodes after the root that are planned for a request."""
+_NOTHING = StepOutcome(request_ids=(), who=(), asked=(), nodes=(), accepted=())
+"""Of a step in which no request decoded."""
 _ON_DEVICE = "propose", "target", "verify", "extend", "receive"
 """Parts of ``StepReport.seconds`` that a device with a clock of its own takes."""
 
@@ -39,11 +44,30 @@ class MeasuredChoice:
         self._names: tuple[str, ...] = ()
         self._context = 0.0
         self._on_cpu = True
+        self._ranks: RankCosts | None = None
+
+    def share(self, runtime: Runtime, drafters: Mapping[str, int]) -> RankCosts:
+        """Begin a run of several ranks, before its first step.
+
+        Args:
+            drafters: the algorithms that can draft, and the most nodes of each one's drafts.
+
+        Returns:
+            What is to be told to the other ranks, and heard of them.
+        """
+        policy = self._start(runtime, tuple(drafters), tuple(drafters.values()))
+        self._ranks = RankCosts(policy.costs)
+        return self._ranks
+
+    @property
+    def costs(self) -> StepCosts | None:
+        """Of a step, as learned so far; None before the first one."""
+        return None if self._policy is None else self._policy.costs
 
     @hookimpl
     def plan_drafts(self, runtime: Runtime, batch: Batch, choices: DraftChoices) -> DraftPlan:
         """Return the plan of a step."""
-        policy = self._policy or self._start(runtime, choices)
+        policy = self._policy or self._start(runtime, choices.names, choices.num_draft_tokens)
         ids = [request.request_id for request in batch.requests]
         self._context = float(sum(len(request.token_ids) for request in batch.requests))
         plan = policy.plan(ids, _most_depths(choices), self._context)
@@ -53,7 +77,11 @@ class MeasuredChoice:
     @hookimpl
     def on_step(self, report: StepReport) -> None:
         """Learn from a step."""
-        if self._policy is None or not report.decode_ids:
+        if self._policy is None:
+            return
+        if not report.decode_ids:
+            if self._ranks is not None:
+                self._ranks.note(self._policy.work_of(_NOTHING), None, None)
             return
         index = {name: place for place, name in enumerate(self._names)}
         who = [index.get(name, NOBODY) for name in report.drafters]
@@ -72,6 +100,10 @@ class MeasuredChoice:
             seconds=self._seconds(report),
             draft_seconds=report.seconds.get("propose", 0.0),
         )
+        if self._ranks is not None:  # what it cost is learnt from what all ranks tell
+            work = self._policy.work_of(outcome)
+            self._ranks.note(work, outcome.seconds, outcome.draft_seconds)
+            outcome = attrs.evolve(outcome, seconds=None)
         self._policy.observe(outcome)
 
     @hookimpl
@@ -80,17 +112,19 @@ class MeasuredChoice:
         if self._policy is not None:
             self._policy.forget(report.request_id)
 
-    def _start(self, runtime: Runtime, choices: DraftChoices) -> DraftPolicy:
-        """Return the policy of the run, whose algorithms the first step tells."""
+    def _start(
+        self, runtime: Runtime, names: tuple[str, ...], num_draft_tokens: tuple[int, ...]
+    ) -> DraftPolicy:
+        """Return the policy of the run."""
         self._on_cpu = runtime.device.type == "cpu"
-        self._names = choices.names
+        self._names = names
         costs = StepCosts(
-            len(choices.names),
+            len(names),
             CPU_COSTS if self._on_cpu else GPU_COSTS,
             padded=not self._on_cpu,
             is_fixed=self._deterministic,
         )
-        depth = min(_DEEPEST, max(2, *choices.num_draft_tokens) - 1)
+        depth = min(_DEEPEST, max(2, *num_draft_tokens) - 1)
         self._policy = DraftPolicy(costs, depth)
         return self._policy
 
