@@ -300,9 +300,10 @@ def _allocate(loaded: Loaded, startup: Startup, opened: ExitStack) -> _Caches:
 
 def _serve(loaded: Loaded, caches: _Caches, startup: Startup, opened: ExitStack) -> Run:
     """Make what serves requests, and warm it up."""
-    config, spec, target = loaded.config, loaded.algorithm.config, loaded.runner.target
+    config, target = loaded.config, loaded.runner.target
+    specs = [*caches.runtime.every_config()]
     kv, cache = caches.kv, caches.prefix_cache
-    decode_instance = make_decode_instance(config, spec, target, kv, cache)
+    decode_instance = make_decode_instance(config, specs, target, kv, cache)
     if decode_instance is not None:
         opened.callback(decode_instance.close)
     engine = _make_engine(loaded, caches, decode_instance)
@@ -334,7 +335,7 @@ def _serve(loaded: Loaded, caches: _Caches, startup: Startup, opened: ExitStack)
             warm_up.run(startup.advance)
     prefill_loop = None
     if config.disaggregation == "prefill":
-        identity = identity_of(target, spec, config.page_size)
+        identity = identity_of(target, specs, config.page_size)
         prefill_loop = PrefillLoop(config, identity, engine, inputs, loaded.ranks)
         opened.callback(prefill_loop.close)
     return Run(

@@ -7,7 +7,7 @@ their errors name the part's plugin. Extensions wrap the hooks of the run's algo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import attrs
@@ -44,6 +44,12 @@ class PartHolder:
         for part in self.parts.values():
             part.close()
         self.parts.clear()
+
+    def every_config(self) -> Iterator[SpecConfig]:
+        """Yield the settings of the algorithm, and those of its parts and of theirs."""
+        yield cast("Runtime", self).config
+        for part in self.parts.values():
+            yield from cast(PartHolder, part.runtime).every_config()
 
     def part(self, algorithm: str | object, **settings: Any) -> Part:
         runtime = cast("Runtime", self)
