@@ -17,7 +17,7 @@ class Costs:
     separately, would draft differently.
 
     They decide after drafting, by what each node is worth; the core's choice of drafts decides
-    before. With that choice in their place, 8 prompts of the default model on one thread gave 0.90
+    before. With that choice in their place, 8 prompts of the default model on one thread gave 0.89
     to 0.99 times the tokens a second (medians of 5 interleaved rounds, shared machine).
 
     Attributes:

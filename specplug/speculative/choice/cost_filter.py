@@ -125,7 +125,8 @@ class CostFilter:
             if (moved >= least).all():
                 return moved
             free &= moved > least
-        return np.maximum(moved, least)
+        cut: Array = np.maximum(moved, least)
+        return cut
 
     def _is_as_expected(self, ratio: float) -> bool:
         """Return whether a time tells nothing new, and is not the one of some that count all the

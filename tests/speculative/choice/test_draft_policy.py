@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 from draft_simulator import Machine, best_fixed, plain, simulate
 
+from specplug.speculative.choice.draft_policy import DraftPolicy, StepOutcome
+from specplug.speculative.choice.step_cost import CPU_COSTS, StepCosts
+
 DRAFTERS = ((1e-3, 8e-4, 0.0, 1e-5), (1e-3, 8e-4, 0.0, 1e-5))
 DEPTH = 12
 
@@ -104,3 +107,30 @@ def test_fixed_costs_repeat_the_same_plans() -> None:
     assert all(
         (one == other).all() for one, other in zip(runs[0].depths, runs[1].depths, strict=True)
     )
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize(("seconds", "pays"), [(1.4, True), (6.0, False)])
+def test_all_or_none_draft_by_what_steps_gave(seconds: float, pays: bool, goes_on: bool) -> None:
+    """Four requests, of whose five drafted tokens three are taken: 4 tokens for 1.4 or 6 plain
+    steps. The other way is tried now and then."""
+    policy = DraftPolicy(StepCosts(1, CPU_COSTS, padded=False), 5)
+    names, drafted = list("abcd"), []
+    for turn in range(400):
+        drafts = bool(policy.plan_alike(names, 5, goes_on=goes_on).depths.any()) ^ (turn == 3)
+        drafted.append(drafts)
+        policy.observe(
+            StepOutcome(
+                request_ids=names,
+                who=[0 if drafts else -1] * 4,
+                asked=[5 * drafts] * 4,
+                nodes=[5 * drafts] * 4,
+                accepted=[3 * drafts] * 4,
+                seconds=seconds if drafts else 1.0,
+            )
+        )
+    settled = drafted[40:]
+    assert (np.mean(settled) > 0.95) == pays
+    assert (np.mean(settled) < 0.05) != pays
+    assert any(settled), "it is tried again"
+    assert not all(settled)
