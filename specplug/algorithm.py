@@ -80,6 +80,10 @@ class Capabilities:
         captures: the hidden states of the target that it reads with every checkpoint, names of
             ``CAPTURES``. A host without them refuses it before anything is loaded.
         target_drafts: it drafts with the target's own layers (``Runtime.target_layers``).
+        late_feed: where it is one of several that take turns (``A,B``), ``build_draft_input`` may
+            be called for a decode step right before ``propose``, and for several steps together as
+            for a prefill chunk. Then steps in which it does not draft cost nothing. False if the
+            hook has to hear of every step, or reads ``chunk_ends``.
     """
 
     branching: bool = False
@@ -93,6 +97,7 @@ class Capabilities:
         validator=validators.deep_iterable(validators.in_(CAPTURES)),
     )
     target_drafts: bool = False
+    late_feed: bool = False
 
 
 @attrs.frozen(kw_only=True)

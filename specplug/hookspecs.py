@@ -18,7 +18,8 @@ accept.
 ``create_worker``, then the KV pool is made, ``create_future_map``. In a run, ``HookOrder`` in
 ``specplug/speculative/hook_order.py`` is the order, and every host drives it::
 
-    decode    resolve the future map -> plan_drafts
+    decode    plan_drafts -> resolve the future map, if anything is to be drafted
+              -> build_draft_input of what was not fed yet (a part with late_feed)
               -> on_host_tensors, if a step has left some
               -> propose (a part of another algorithm: or grow_draft)
               -> the target's pass over T nodes -> verify
@@ -237,6 +238,11 @@ def build_draft_input(  # type: ignore[empty-body]
     request's first chunk (``batch.first_chunk``) may begin after position 0: the KV before it, the
     draft's too, was found in the prefix cache, and the tokens before it are
     ``request.token_ids[:start]``. What was kept by its row is another request's.
+
+    A part of ``A,B`` with ``Capabilities(late_feed=True)`` is not called in steps in which it does
+    not draft. It is called for them before it does: for the last one as after its verify, for
+    several together as for a prefill chunk of running requests, each of whose ``last_chunk`` is
+    True, without ``chunk_ends``.
 
     Args:
         runtime: the engine's.

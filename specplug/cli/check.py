@@ -22,6 +22,7 @@ MARKS = {
     "passed": "ok",
     "failed": "FAILED",
     "not applicable": "-",
+    "left out": "left out",
     "expected": "fails as declared",
     "passed unexpectedly": "FAILED",
 }
@@ -165,6 +166,7 @@ def _keep_grade(options: dict[str, Any], verdicts: Sequence[Verdict]) -> None:
         grade=grade_of(verdicts),
         missed={v.check.id: v.status for v in verdicts if v.is_wrong or v.status == "expected"},
         holder=Holder.of(name),
+        left_out=tuple(v.check.id for v in verdicts if v.status == "left out"),
         settings={key: str(value) for key, value in given.items()},
     )
     try:

@@ -68,8 +68,8 @@ def _check_alone(ctx: click.Context) -> None:
 )  # fmt: skip
 @click.option("--steps", type=COUNT, metavar="N", help="Steps of the optimizer.")
 @click.option(
-    "--minutes", type=click.FloatRange(min=0.1), metavar="M", show_default="15, without --steps",
-    help="Of the whole training; the first steps tell how many fit.",
+    "--minutes", type=click.FloatRange(min=0.1), metavar="M",
+    help="Of the whole training; the first steps tell how many fit. 15 if there are no --steps.",
 )  # fmt: skip
 @click.option(
     "--rows", type=COUNT, metavar="B",
@@ -82,13 +82,14 @@ def _check_alone(ctx: click.Context) -> None:
 )  # fmt: skip
 @click.option("--learning-rate", type=click.FloatRange(min=0, min_open=True), metavar="X")
 @click.option(
-    "--texts", type=COUNT, metavar="N", show_default="all, on a CPU 4500",
-    help="The most texts to train on. A CPU sees each a few times, and keeps its features.",
+    "--texts", type=COUNT, metavar="N",
+    help="The most texts to train on; all if not given, on a CPU 4500: it sees each a few times, "
+    "and keeps its features.",
 )  # fmt: skip
 @click.option(
     "--regenerate", type=click.IntRange(min=0), metavar="N",
-    show_default="512, on a CPU 0 if the data are texts",
-    help="Texts that the target writes, from beginnings of the data's; 0: the data as they are.",
+    help="Texts that the target writes, from beginnings of the data's; 0: the data as they are. If "
+    "not given 512, but 0 where a CPU trains on texts.",
 )  # fmt: skip
 @click.option(
     "--corpus", type=click.FloatRange(0, 1), default=0.75, show_default=True, metavar="X",

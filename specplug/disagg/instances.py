@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 DEFAULT_ADDRESS = "tcp://127.0.0.1:30100"
 """Where a decode instance waits for prefill instances unless told otherwise."""
 
+NEEDS_ZMQ = "disaggregation needs pyzmq, which is not installed: pip install 'specplug[disagg]'"
+
 
 def make_decode_instance(
     config: EngineConfig,
@@ -118,7 +120,5 @@ def _zmq() -> type[ZmqTransport]:
     except ModuleNotFoundError as error:
         if error.name != "zmq":
             raise
-        raise UsageError(
-            "disaggregation needs pyzmq, which is not installed: pip install 'specplug[disagg]'"
-        ) from error
+        raise UsageError(NEEDS_ZMQ) from error
     return ZmqTransport

@@ -191,6 +191,7 @@ class Engine:
                 move()
                 if debug.DEBUG:
                     self.scheduler.check()
+                    self.steps.order.check([r.request_id for r in self.scheduler.running])
         except BaseException as error:
             cause = error if self._ranks is None else self._ranks.end(error)
             self._abandon(cause)
@@ -338,7 +339,9 @@ class Engine:
             return []
         tokens, accept_lens = decode.tokens.tolist(), decode.accept_lens.tolist()
         columns = len(tokens[0])
-        for i, request in enumerate(result.step.decode.requests):
+        requests = result.step.decode.requests
+        self.steps.order.learn([request.request_id for request in requests], accept_lens)
+        for i, request in enumerate(requests):
             accepted, first = accept_lens[i], i * columns
             ended = request.finished
             if decode.outputs is not None and not ended:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from operator import attrgetter
 
 import attrs
@@ -97,14 +97,23 @@ class Scheduler:
         config: the limits of the run.
         cache: where pages come from.
         table: where rows come from.
+        leave: told the name of each request that gives up its row, returns of how many of its last
+            tokens a draft model lacks the keys.
 
     Attributes:
         waiting: requests without a row.
         running: requests with a row, in the order of ``Request.sort_key``.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: PrefixCache, table: RequestTable) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: PrefixCache,
+        table: RequestTable,
+        leave: Callable[[str], int] = lambda request_id: 0,
+    ) -> None:
         self.config = config
+        self._leave = leave
         self.cache = cache
         self.table = table
         self.waiting = WaitingQueue()
@@ -489,14 +498,15 @@ class Scheduler:
             self.waiting.remove(request)
 
     def _give_up(self, request: Request) -> None:
-        self._insert_final_pages(request)
+        self._insert_final_pages(request, lacking=self._leave(request.request_id))
         self.cache.release(request.pages, request.shared)
         self.table.free(request.req_index)
         request.pages, request.shared, request.req_index = [], self.cache.root, 0
         self.running.remove(request)
 
-    def _insert_final_pages(self, request: Request) -> list[int]:
-        """Insert the request's final pages into the prefix cache.
+    def _insert_final_pages(self, request: Request, lacking: int = 0) -> list[int]:
+        """Insert the request's final pages into the prefix cache, but for the last ``lacking``
+        tokens.
 
         Returns the indices of its pages that were replaced by equal cached ones.
         """
@@ -504,7 +514,7 @@ class Scheduler:
             request.pages,
             request.shared,
             request.token_ids,
-            request.num_computed_tokens,
+            request.num_computed_tokens - lacking,
             request.page_kind,
         )
         return replaced
@@ -520,6 +530,8 @@ class Scheduler:
     def reset(self) -> list[Request]:
         """Forget all requests and cached pages, in whatever state they are; return the requests."""
         requests = list(dict.fromkeys(self))
+        for request in requests:
+            self._leave(request.request_id)
         self.cache.reset()
         self.table.reset()
         self.waiting = WaitingQueue()

@@ -158,6 +158,11 @@ class StepRunner:
         """Of the scores of drafts."""
         return self._order.calibration
 
+    @property
+    def order(self) -> HookOrder:
+        """Of the hooks of the run's plugins."""
+        return self._order
+
     # Before the target's pass: received prefills, chunks, and what the algorithm proposes
 
     def _receive(self, placed: Sequence[PlacedPrefill]) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from enum import IntEnum
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specplug.kernels.kernel_table import MOST_NODES, Operation, kernels_in_c, runs_triton
@@ -25,8 +26,11 @@ from specplug.speculative.draft import Draft, arange
 from specplug.speculative.verify import VerifyOutput
 
 _PRIOR = 16
-"""Observations for which a bin's own probability counts, and for which a bin's rate over all depths
-counts at one depth."""
+"""Observations for which a bin's own probability counts around it, what is expected of a bin at all
+depths, and its rate over all depths at one depth."""
+
+_AROUND = 9
+"""Bins, itself among them, that are around a bin."""
 
 _REFRESH = 16
 """Steps after which the rates are computed anew from the counts."""
@@ -102,14 +106,26 @@ class Calibration:
 
     def _refresh(self) -> None:
         """Compute the rates: of a bin at a depth from its counts, those of the bin at all depths,
-        and the bin's own probability, each the less the more there is of the one before."""
+        those of the bins beside it, and the bin's own probability, each the less the more there is
+        of the one before."""
         seen, taken, rates = (
             each[: self._roots].view(len(RequestKind), DEPTHS, BINS)
             for each in (self._tables.seen, self._tables.taken, self._tables.rates)
         )
-        all_taken, all_seen = taken.sum(1, keepdim=True), seen.sum(1, keepdim=True)
-        of_bins = (all_taken + _PRIOR * self._own) / (all_seen + _PRIOR)
+        all_taken, all_seen = (x.sum(1, keepdim=True).float() for x in (taken, seen))
+        of_bins = (all_taken + _PRIOR * self._expected(all_taken, all_seen)) / (all_seen + _PRIOR)
         torch.div(taken + _PRIOR * of_bins, seen + _PRIOR, out=rates)
+
+    def _expected(self, taken: Tensor, seen: Tensor) -> Tensor:
+        """Return what a bin's own counts are not yet to say: its own probability, and by how much
+        more the bins around it were accepted than theirs. A drafter is sure too little, or too
+        much, of like nodes alike, and single bins fill slowly.
+
+        Args:
+            taken, seen: [kinds, 1, BINS] float32.
+        """
+        excess = _around(taken - seen * self._own) / (_around(seen) + _PRIOR)
+        return (self._own + excess).clamp_(0.0, 1.0)
 
     def survival(self, draft: Draft, req_indices: Tensor) -> Tensor | None:
         """Return the probability that each node is accepted with all that it hangs from, [bs, N]
@@ -179,6 +195,11 @@ class Calibration:
         bins += (draft.depths - 1).clamp_(0, DEPTHS - 1).mul_(BINS)  # 0 for the root
         bins[:, 1:] += self._tables.first_cells[req_indices]
         return bins
+
+
+def _around(counts: Tensor) -> Tensor:
+    """Return the sum of the bins around each: [kinds, 1, BINS] float32."""
+    return _AROUND * F.avg_pool1d(counts, _AROUND, stride=1, padding=_AROUND // 2)
 
 
 def _tree(draft: Draft) -> tuple[Tensor, Tensor] | None:

@@ -138,6 +138,11 @@ class DraftPlan:
     who: tuple[int, ...]
     most_nodes: tuple[int, ...]
 
+    @property
+    def drafts_nothing(self) -> bool:
+        """Whether nobody drafts for any request."""
+        return all(index < 0 for index in self.who)
+
     def check(self, choices: DraftChoices) -> None:
         """Refuse what is no plan for a step.
 

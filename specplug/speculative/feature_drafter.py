@@ -96,21 +96,25 @@ class FeatureDrafter(Drafter):
     def extend(self, batch: Batch, output: CommittedOutput) -> DraftInput:
         """Run the committed rows, of a prefill chunk or an accepted path, through the network and
         choose what follows the last of each. Where no draft follows, only write their keys."""
-        if not (batch.is_prefill or batch.drafts_follow):
-            self._write_paths(batch, output)
+        if not batch.drafts_follow:
+            write = self._write if batch.is_prefill else self._write_paths
+            write(batch, output)
             return DraftInput(bonus_tokens=output.bonus_tokens)
         extend = self._extend if batch.is_prefill else self._extend_paths
         return DraftInput(bonus_tokens=output.bonus_tokens, state=extend(batch, output))
 
-    def _path_plan(self, batch: Batch, output: CommittedOutput) -> AttentionPlan:
-        """Return the plan of an accepted path's rows."""
+    def _plan(self, batch: Batch, output: CommittedOutput) -> AttentionPlan:
+        """Return the plan of the rows of a prefill chunk or an accepted path."""
+        if batch.is_prefill:
+            assert batch.attention is not None
+            return batch.attention
         width = output.next_tokens.shape[0] // batch.size
         return self.runtime.plan_attention(batch, batch.seq_lens, width)
 
     def _write(self, batch: Batch, output: CommittedOutput) -> tuple[()]:
-        """Write the keys and values of an accepted path: the pass ends where its last layer would
+        """Write the keys and values of the committed rows: the pass ends where its last layer would
         attend to them."""
-        plan = self._path_plan(batch, output)
+        plan = self._plan(batch, output)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if layer < self._last_layer:
@@ -124,11 +128,7 @@ class FeatureDrafter(Drafter):
 
     def _extend(self, batch: Batch, output: CommittedOutput) -> dict[str, Tensor]:
         """Return the state that ``extend`` leaves."""
-        if batch.is_prefill:
-            assert batch.attention is not None
-            plan = batch.attention
-        else:
-            plan = self._path_plan(batch, output)
+        plan = self._plan(batch, output)
         hidden = self._pass(output.next_tokens, self.features(output), plan)[output.last_rows]
         # The bonus token stands one after the last row, what is drafted first two after it.
         ends = batch.seq_lens.unsqueeze(1), output.accept_lens.unsqueeze(1)

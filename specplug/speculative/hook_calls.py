@@ -16,7 +16,8 @@ object whose methods were replaced, is of no effect. Tensors are torch's own (``
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -50,6 +51,10 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 Made = TypeVar("Made", bound=attrs.AttrsInstance)
+
+_MOST_SENT = 16
+"""Steps in a row, without a draft, whose tensors for the host are handed over together: one after
+another takes longer, since a pass has run between them."""
 
 
 class HookCalls:
@@ -304,7 +309,8 @@ class HookCalls:
         )
         checked = check_draft_input(self._plugins, hook, made, size, like, self._spec)
         self._leave(batch, checked.host, like.device)
-        self._hand_over(runtime, keep=IN_FLIGHT)  # where no step drafts
+        if self._relay is not None and self._relay.num_sent > _MOST_SENT:  # no step drafts
+            self._hand_over(runtime, keep=IN_FLIGHT)
         return checked
 
     def fixup_idle(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> DraftInput:
@@ -420,18 +426,21 @@ class HookCalls:
 
     def on_step(self, runtime: Runtime, report: StepReport) -> None:
         """Tell all plugins of a processed step."""
-        self._plugins.call("on_step", runtime=self._lend(runtime), report=report)
+        if "on_step" not in self._plugins.core_alone:
+            self._plugins.call("on_step", runtime=self._lend(runtime), report=report)
         for part in parts_of(runtime):
             part.hooks.on_step(part.runtime, report)
 
     def on_request_finished(self, runtime: Runtime, report: RequestReport) -> None:
-        """Tell all plugins of an ended request."""
+        """Tell all plugins of an ended request, and before that what earlier steps have left."""
+        self._hand_over(runtime, keep=IN_FLIGHT)
         self._plugins.call("on_request_finished", runtime=self._lend(runtime), report=report)
         for part in parts_of(runtime):
             part.hooks.on_request_finished(part.runtime, report)
 
     def on_text_forgotten(self, runtime: Runtime, cache_salt: str | None) -> None:
         """Tell all plugins to drop the text that they keep of earlier requests."""
+        self._hand_over(runtime, keep=IN_FLIGHT)
         self._plugins.call("on_text_forgotten", runtime=self._lend(runtime), cache_salt=cache_salt)
         for part in parts_of(runtime):
             part.hooks.on_text_forgotten(part.runtime, cache_salt)
@@ -488,9 +497,19 @@ def rebuilt(plugins: PluginGuard, hook: str, found: Any, kind: type[Made], calle
     """Return an object of the type ``kind`` itself with the fields of what a hook gave, if it gave
     a ``kind``, which messages call ``called``."""
     check_type(plugins, hook, found, kind, called)
+    names, read = _init_fields(kind)
+
+    def remade() -> Made:
+        return kind(**dict(zip(names, read(found), strict=True)))
+
+    return plugins.guard(hook, remade)
+
+
+@cache
+def _init_fields(kind: type[attrs.AttrsInstance]) -> tuple[list[str], Callable[[Any], Any]]:
+    """Return the names of what a type is made of, and what reads that of an object."""
     names = [field.name for field in attrs.fields(kind) if field.init]
-    values = plugins.guard(hook, attrgetter(*names), found)
-    return plugins.guard(hook, kind, **dict(zip(names, values, strict=True)))
+    return names, attrgetter(*names)
 
 
 def check_draft(
@@ -588,9 +607,12 @@ def check_draft_input(
     tokens = {"bonus_tokens": draft_input.bonus_tokens}
     check_tensors(plugins, hook, "a draft input", tokens, size, like)
     check_integers(plugins, hook, "gave bonus_tokens", draft_input.bonus_tokens, like)
-    draft_input.state = check_tensors(
-        plugins, hook, "a state", draft_input.state, size, like, may_lack=True
-    )
+    if type(draft_input.state) is dict and not draft_input.state:
+        draft_input.state = {}
+    else:
+        draft_input.state = check_tensors(
+            plugins, hook, "a state", draft_input.state, size, like, may_lack=True
+        )
     if draft_input.host:
         draft_input.host = check_tensors(
             plugins, hook, "host", draft_input.host, size, like, may_lack=True, on_host=True

@@ -2,7 +2,7 @@
 
 The embedded engine drives it, and so can any other engine (docs/hosting.md has one of a page)::
 
-    a decode step      draft            resolve -> plan_drafts -> propose
+    a decode step      draft            plan_drafts -> resolve -> propose
                                         -> narrow, cut to the budget
                        (the host)       runs the target's pass over the nodes, samples at each
                        verify           verify
@@ -38,7 +38,7 @@ no request, cache, sampler or grammar.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import attrs
@@ -55,6 +55,7 @@ from specplug.speculative.host_copy import upload
 from specplug.speculative.planned_drafts import (
     Proposer,
     drafters_of,
+    late_feeds,
     plans_within,
     propose_planned,
 )
@@ -143,9 +144,10 @@ class Batch:
         is_warm_up: whether the engine runs the step before its first request, so that what the
             hooks launch is compiled and recorded. Its requests are made up: keep nothing of them
             and learn nothing from their tokens. Draft as widely as ``max_draft_nodes`` allows.
-        drafts_follow: in ``build_draft_input`` of a decode step, whether ``propose`` is called for
-            what it leaves. A host that has stopped drafting for a while says no: then only what
-            later steps cannot do without is needed, as a draft model's keys and values are.
+        drafts_follow: in ``build_draft_input``, whether ``propose`` is called for what it leaves. A
+            host that has stopped drafting for a while says no, and so does the core where a part is
+            fed late: then only what later steps cannot do without is needed, as a draft model's
+            keys and values are. It is fed again before it drafts.
         attention: the target pass's plan, in ``build_draft_input``: on a prefill a draft model
             uses it as its own. None before.
     """
@@ -326,6 +328,7 @@ class HookOrder:
         # Those that can draft, and the most nodes of each one's drafts.
         self._drafters = drafters_of(runtime)
         self._plans_within = plans_within(runtime)
+        self._late = late_feeds(runtime)
         # A subclass may count the steps, or copy their tokens: it hears of each one.
         self._hears_all = not is_plain(future_map)
 
@@ -338,28 +341,30 @@ class HookOrder:
     # A decode step
 
     def draft(self, scheduled: Scheduled) -> Drafted:
-        """Return what the target is to verify for each request. Where the host's noise cannot be
-        foreseen, drafts are made as if all requests were greedy."""
+        """Return what the target is to verify for each request. Where nobody drafts no plugin but
+        the one that plans is called, and the target verifies the roots, as in plain decoding. Where
+        the host's noise cannot be foreseen, drafts are made as if all requests were greedy."""
         rows, batch_rows = scheduled.req_indices, scheduled.batch_rows
         if batch_rows is None:
             batch_rows = rows.clone()
-        both = self._hooks.resolve_with(self.committed, self._future_map, rows)
-        if both is None:
+        plan = both = None
+        if self._is_planned(scheduled):  # where nobody drafts the algorithm's state is not read
             own = self.committed.resolve(rows)
-            both = own, self._hooks.resolve(self._future_map, batch_rows)
-        # The core's own lengths place the nodes; the algorithm's are what its hooks see.
-        (starts, known), (seq_lens, draft_input) = both
-        batch = Batch(
-            mode=ForwardMode.DECODE,
-            requests=scheduled.requests,
-            req_indices=batch_rows,
-            seq_lens=seq_lens,
-            max_draft_nodes=scheduled.max_draft_nodes,
-            greedy=scheduled.greedy or not self._runtime.host.foreseeable_noise,
-            is_warm_up=scheduled.is_warm_up,
-        )
-        plan = self._plan(batch, scheduled)
-        draft = self._propose(batch, draft_input, plan, known.bonus_tokens)
+            batch = self._batch(scheduled, batch_rows, own[0].clone())
+            plan = self._plan(batch, scheduled)
+        else:
+            both = self._hooks.resolve_with(self.committed, self._future_map, rows)
+            own = self.committed.resolve(rows) if both is None else both[0]
+        starts, known = own
+        if plan is not None and plan.drafts_nothing:
+            draft = Draft.chain(known.bonus_tokens.unsqueeze(1))
+        else:
+            seq_lens, draft_input = (
+                self._hooks.resolve(self._future_map, batch_rows) if both is None else both[1]
+            )
+            # The core's own lengths place the nodes; the algorithm's are what its hooks see.
+            batch = self._batch(scheduled, batch_rows, seq_lens)
+            draft = self._propose(batch, draft_input, plan, known.bonus_tokens)
         most = scheduled.max_draft_nodes if plan is None else plan.most_nodes
         if draft.scores is not None:
             self.calibration.count_step()
@@ -374,6 +379,19 @@ class HookOrder:
             planned=most,
         )
 
+    def _batch(self, scheduled: Scheduled, rows: Tensor, seq_lens: Tensor) -> Batch:
+        """Return what hooks see of the requests, [bs] rows and lengths, before they are drafted
+        for."""
+        return Batch(
+            mode=ForwardMode.DECODE,
+            requests=scheduled.requests,
+            req_indices=rows,
+            seq_lens=seq_lens,
+            max_draft_nodes=scheduled.max_draft_nodes,
+            greedy=scheduled.greedy or not self._runtime.host.foreseeable_noise,
+            is_warm_up=scheduled.is_warm_up,
+        )
+
     def _names(self, plan: DraftPlan | None, bs: int) -> tuple[str, ...]:
         """Return what drafts for each request."""
         names = tuple(self._drafters)
@@ -381,25 +399,29 @@ class HookOrder:
             return names[:1] * bs
         return tuple(UNDRAFTED if index < 0 else names[index] for index in plan.who)
 
-    def _plan(self, batch: Batch, scheduled: Scheduled) -> DraftPlan | None:
-        """Return who drafts for each request, and how much; None: the first algorithm for all, as
-        much as there is room for."""
+    def _is_planned(self, scheduled: Scheduled) -> bool:
+        """Return whether it is chosen who drafts. Else the first algorithm does for all, as much as
+        there is room for."""
+        return scheduled.drafter is not None or self._asks(scheduled) or bool(scheduled.wishes)
+
+    def _asks(self, scheduled: Scheduled) -> bool:
+        """Return whether a plugin chooses."""
+        return self._hooks.plans_drafts and not scheduled.is_warm_up
+
+    def _plan(self, batch: Batch, scheduled: Scheduled) -> DraftPlan:
+        """Return who drafts for each request, and how much."""
         most, wishes = scheduled.max_draft_nodes, scheduled.wishes
         if scheduled.drafter is not None:
             return DraftPlan(who=(scheduled.drafter,) * len(most), most_nodes=most)
-        asks = self._hooks.plans_drafts and not scheduled.is_warm_up
-        if not asks and not wishes:
-            return None
         choices = DraftChoices.of(self._drafters, most, wishes, scheduled.verify_budget)
-        if not asks:
+        if not self._asks(scheduled):
             return choices.default()
         return self._hooks.plan_drafts(self._runtime, batch, choices)
 
     def _propose(
         self, batch: Batch, draft_input: DraftInput, plan: DraftPlan | None, roots: Tensor
     ) -> Draft:
-        """Return what is drafted as planned. Where nobody drafts no plugin is called, and the
-        target verifies the roots, as in plain decoding.
+        """Return what is drafted as planned: for some requests at least.
 
         Args:
             roots: [bs] int64, the core's own.
@@ -407,8 +429,6 @@ class HookOrder:
         hooks, runtime = self._hooks, self._runtime
         if plan is None:
             return hooks.propose(runtime, batch, draft_input, roots=roots)
-        if all(index < 0 for index in plan.who):
-            return Draft.chain(roots.unsqueeze(1))
         batch.max_draft_nodes, batch.max_draft_slots = plan.most_nodes, batch.max_draft_nodes
         if self._plans_within:
             batch.drafters = plan.who
@@ -513,6 +533,27 @@ class HookOrder:
             return  # no step resolves this one
         rows = half.req_indices if half.map_rows is None else half.map_rows
         self._hooks.publish_and_stash(self._future_map, rows, committed.seq_lens, output, made)
+
+    # What waits to be fed
+
+    def learn(self, request_ids: Sequence[str], accept_lens: Sequence[int]) -> None:
+        """Take what a decode step has accepted, once the host knows it: tokens of each request, the
+        bonus token included. Steps are told in the order in which they were launched."""
+        for late in self._late:
+            late.learn(request_ids, accept_lens)
+
+    def leave(self, request_id: str) -> int:
+        """Forget a request that gives up its slots, and return of how many of its last committed
+        tokens, as far as the host knows them, a draft model lacks the keys: pages with these
+        are nobody else's."""
+        return max((late.leave(request_id) for late in self._late), default=0)
+
+    def check(self, running: Collection[str]) -> None:
+        """Assert that nothing is kept of requests other than these."""
+        for late in self._late:
+            assert set(running).issuperset(late.waiting), (
+                "what an ended request was to be fed is kept"
+            )
 
     # Disaggregation, and ranks without a request
 

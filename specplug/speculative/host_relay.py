@@ -32,6 +32,11 @@ class HostRelay:
     def __init__(self) -> None:
         self._sent: deque[_Sent] = deque()
 
+    @property
+    def num_sent(self) -> int:
+        """Steps whose tensors were not handed over."""
+        return len(self._sent)
+
     def send(
         self, batch: Batch, tensors: Mapping[str, Tensor | None], device: torch.device
     ) -> None:

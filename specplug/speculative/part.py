@@ -21,7 +21,8 @@ from specplug.speculative.draft import Draft, DraftInput
 from specplug.speculative.draft_state import StateTensor
 from specplug.speculative.future_map import FutureMap
 from specplug.speculative.graph_runner import PassRunner
-from specplug.speculative.hook_calls import HookCalls
+from specplug.speculative.hook_calls import HookCalls, parts_of
+from specplug.speculative.late_feed import LateFeed
 from specplug.speculative.verify import CommittedOutput
 
 if TYPE_CHECKING:
@@ -147,6 +148,9 @@ class Part:
         self._runtime = cast("Runtime", self._own)
         self._own.worker = self._hooks.create_worker(self._runtime)
         self._future_map: FutureMap | None = None
+        self._takes_late_feed = selected.info.capabilities.late_feed
+        self._late: LateFeed | None = None
+        self._is_fed = True
 
     @property
     def worker(self) -> Any:
@@ -159,26 +163,44 @@ class Part:
 
     def close(self) -> None:
         """Free its model."""
+        if self._late is not None:
+            self._late.clear()
         self._own.close()
 
     # Its hooks, for the algorithm that holds it
 
     def build_draft_input(self, batch: Batch, target_output: CommittedOutput) -> DraftInput:
-        """Feed it what the target has computed; see the hook."""
-        own = self._lend(batch)
-        output = attrs.evolve(
-            target_output,
-            next_tokens=target_output.next_tokens.clone(),
-            own_tokens=target_output.own_tokens.clone(),
-            last_rows=target_output.last_rows.clone(),
-            accept_lens=target_output.accept_lens.clone(),
-            bonus_tokens=target_output.bonus_tokens.clone(),
-        )
-        made = self._hooks.build_draft_input(self._runtime, own, output, self.future_map)
-        return self._of_holder(made)
+        """Feed it what the target has computed; see the hook. What is fed late waits, and leaves no
+        state."""
+        self._is_fed = self._late is None or batch.is_prefill or batch.is_warm_up
+        if self._late is None or self._is_fed:
+            own, output = self._lend(batch), _copy(target_output)
+            made = self._hooks.build_draft_input(self._runtime, own, output, self.future_map)
+            return self._of_holder(made)
+        output = target_output
+        if batch.seq_lens.is_cuda:  # a recorded pass writes there again
+            output = _copy(output)
+            output.per_node = {name: t.clone() for name, t in output.per_node.items()}
+        if self._late.add(batch, output):
+            self._feed(batch, drafts_follow=False)
+        return DraftInput(bonus_tokens=target_output.bonus_tokens)
+
+    def _feed(self, batch: Batch, *, drafts_follow: bool = True) -> None:
+        """Feed it what waits for the requests of a batch; see ``LateFeed.take``."""
+        assert self._late is not None
+        for own, output in self._late.take(batch, drafts_follow=drafts_follow):
+            own.drafts_follow = drafts_follow
+            rows, seq_lens = own.req_indices.clone(), own.seq_lens + output.accept_lens
+            if own.is_prefill:
+                widths = own.chunk_widths
+                own.attention = self._runtime.plan_attention(own, own.seq_lens, widths)
+            made = self._hooks.build_draft_input(self._runtime, own, output, self.future_map)
+            if drafts_follow or made.state:
+                self._hooks.publish_and_stash(self.future_map, rows, seq_lens, output, made)
 
     def build_disagg_draft_input(self, batch: Batch, last_tokens: Tensor) -> DraftInput:
         """Return what it drafts from after another instance's prefill; see the hook."""
+        self._is_fed = True
         views = tuple(PartRequest(request, self._prefix) for request in batch.requests)
         own = attrs.evolve(self._lend(batch), requests=views)
         made = self._hooks.build_disagg_draft_input(
@@ -192,8 +214,13 @@ class Part:
         Args:
             draft_input: the holder's.
         """
-        given = self._of_part(draft_input)
         roots = draft_input.bonus_tokens
+        if self._late is None:
+            given = self._of_part(draft_input)
+        else:
+            self._feed(batch)
+            state = self._hooks.resolve(self.future_map, batch.req_indices.clone())[1].state
+            given = DraftInput(bonus_tokens=roots.clone(), state=state)
         return self._hooks.propose(self._runtime, self._lend(batch), given, roots=roots)
 
     def grow_draft(self, batch: Batch, draft_input: DraftInput, draft: Draft) -> Draft:
@@ -208,6 +235,7 @@ class Part:
 
     def fixup_idle(self, batch: Batch, draft_input: DraftInput) -> DraftInput:
         """Return its draft input of no request; see the hook."""
+        self._is_fed = True
         given = self._of_part(draft_input)
         return self._of_holder(self._hooks.fixup_idle(self._runtime, self._lend(batch), given))
 
@@ -241,8 +269,21 @@ class Part:
         """Make its future map: ``runtime.req_table_size`` is final."""
         self._future_map = self._hooks.create_future_map(self._runtime)
 
+    def feed_late(self) -> Iterator[LateFeed]:
+        """Let decode steps wait until it drafts, and so those that it holds, as far as they can
+        take that; yield what waits."""
+        if self._takes_late_feed:
+            self._late = LateFeed()
+            yield self._late
+            return
+        for part in parts_of(self._runtime):
+            yield from part.feed_late()
+
     def resolve(self, req_indices: Tensor) -> dict[str, Tensor | None]:
-        """Return the state that it left for these requests [bs], under the holder's names."""
+        """Return the state that it left for these requests [bs], under the holder's names; none if
+        it is fed late, right before it drafts."""
+        if self._late is not None:
+            return {}
         return self._named(self._hooks.resolve(self.future_map, req_indices.clone())[1].state)
 
     def publish_and_stash(
@@ -252,7 +293,10 @@ class Part:
         output: CommittedOutput,
         draft_input: DraftInput,
     ) -> None:
-        """Publish and stash in its own map; ``draft_input`` is the holder's."""
+        """Publish and stash in its own map, unless what was committed waits; ``draft_input`` is the
+        holder's."""
+        if not self._is_fed:
+            return
         own = self._of_part(draft_input)
         self._hooks.publish_and_stash(self.future_map, req_indices, seq_lens, output, own)
 
@@ -275,6 +319,18 @@ class Part:
         start = len(self._prefix)
         state = {name[start:]: t for name, t in given.state.items() if self.owns(name)}
         return DraftInput(bonus_tokens=given.bonus_tokens.clone(), state=state)
+
+
+def _copy(output: CommittedOutput) -> CommittedOutput:
+    """Return the output in tensors of a part's own, but for those of each node."""
+    return CommittedOutput(
+        next_tokens=output.next_tokens.clone(),
+        own_tokens=output.own_tokens.clone(),
+        per_node=output.per_node,
+        last_rows=output.last_rows.clone(),
+        accept_lens=output.accept_lens.clone(),
+        bonus_tokens=output.bonus_tokens.clone(),
+    )
 
 
 @attrs.frozen(eq=False)

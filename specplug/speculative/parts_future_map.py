@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specplug.speculative.draft import DraftInput
 from specplug.speculative.draft_state import StateTensor
-from specplug.speculative.future_map import FutureMap
+from specplug.speculative.future_map import FutureMap, is_plain
 from specplug.speculative.verify import CommittedOutput
 
 if TYPE_CHECKING:
@@ -51,8 +51,9 @@ class PartsFutureMap(FutureMap):
 
     def stash(self, req_indices: Tensor, draft_input: DraftInput) -> None:
         rest = {n: t for n, t in draft_input.state.items() if not self._is_of_part(n)}
-        tokens = draft_input.bonus_tokens
-        self.own.stash(req_indices, DraftInput(bonus_tokens=tokens, state=rest))
+        if rest or self.own.state or not is_plain(self.own):
+            tokens = draft_input.bonus_tokens
+            self.own.stash(req_indices, DraftInput(bonus_tokens=tokens, state=rest))
         assert self._published is not None, "publish comes first"
         for part in self._parts:
             part.publish_and_stash(req_indices, *self._published, draft_input)

@@ -19,6 +19,7 @@ from specplug.speculative.several_worker import SeveralWorker
 
 if TYPE_CHECKING:
     from specplug.speculative.hook_order import Batch
+    from specplug.speculative.late_feed import LateFeed
     from specplug.speculative.runtime import Runtime
 
 
@@ -32,6 +33,11 @@ def drafters_of(runtime: Runtime) -> Mapping[str, int]:
 def plans_within(runtime: Runtime) -> bool:
     """Return whether the run's algorithm itself gives each request to one that drafts."""
     return isinstance(runtime.worker, SeveralWorker)
+
+
+def late_feeds(runtime: Runtime) -> Sequence[LateFeed]:
+    """Return what waits for the algorithms of a run that are fed late."""
+    return runtime.worker.late if isinstance(runtime.worker, SeveralWorker) else ()
 
 
 @attrs.frozen

@@ -1,8 +1,9 @@
 """``NGRAM,EAGLE3``: several algorithms in one run. Each request takes the drafts of one in a step.
 
-It is an algorithm like any other, which holds parts. Each part hears of every committed token, so
-its keys, values and state are right whoever drafted the last step. ``Batch.drafters`` says who
-drafts for which request. Importing this module does not import torch.
+It is an algorithm like any other, which holds parts. Each part hears of every committed token
+before it drafts, so its keys, values and state are right whoever drafted the last step; where its
+capabilities allow that, not sooner (``late_feed``). ``Batch.drafters`` says who drafts for which
+request. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -153,9 +154,8 @@ class SeveralAlgorithms(HeldParts):
     @hookimpl
     def create_worker(self, runtime: Runtime) -> SeveralWorker:
         given = self._given(runtime.config)
-        return SeveralWorker(
-            [runtime.part(part, **own) for part, own in zip(self._parts, given, strict=True)]
-        )
+        parts = [runtime.part(part, **own) for part, own in zip(self._parts, given, strict=True)]
+        return SeveralWorker(parts, [late for part in parts for late in part.feed_late()])
 
     @hookimpl
     def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:

@@ -35,6 +35,9 @@ GOAL_TOKENS = 32
 GOAL_TEMPERATURE = 0.5
 """Of the target's distribution that a draft learns: what is likeliest there counts for more."""
 
+HEAD = "lm_head"
+"""As published networks call the module that scores tokens."""
+
 GOAL_SHARES, GOAL_PLACES, GOAL_COUNTS = "goal_shares", "goal_places", "goal_counts"
 
 
@@ -134,7 +137,12 @@ class TrainingRuntime(Protocol):
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Apply the target's output head to what leaves the final norm: […, hidden_size] ->
-        […, vocab_size]."""
+        […, vocab_size]. A draft that ends in this head reads it so when it is served, too."""
+
+    def target_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of the target's own distribution, which a draft learns: those of
+        ``lm_head``, scaled and capped as the target does it. […, hidden_size] -> […,
+        vocab_size]."""
 
     def capture_layer_inputs(self, layer_ids: tuple[int, ...]) -> str:
         """Ask for the hidden states before these decoder layers, as ``Runtime`` has it: [B, L,
@@ -260,9 +268,16 @@ class FeatureTrainer(Trainer):
         return None
 
     def orthogonal(self) -> Sequence[nn.Parameter]:
-        """Return the network's matrices that no side of stands for tokens."""
-        sizes = {self.runtime.vocab_size, len(self.token_ids)}
-        return [p for p in self.network.parameters() if p.ndim == 2 and not sizes & set(p.shape)]
+        """Return the network's matrices, but those of embeddings and of what is called
+        ``lm_head``, which have a row a token. A shape does not tell: a vocabulary may be as large
+        as a layer is wide."""
+        of_tokens = {
+            id(parameter)
+            for name, module in self.network.named_modules()
+            if isinstance(module, nn.Embedding) or name.rpartition(".")[2] == HEAD
+            for parameter in module.parameters()
+        }
+        return [p for p in self.network.parameters() if p.ndim == 2 and id(p) not in of_tokens]
 
     def loss(self, batch: TrainingBatch) -> TrainingLoss:
         """Return the cross entropy to the target's distribution, summed over the unrolled steps.
@@ -287,6 +302,7 @@ class FeatureTrainer(Trainer):
         attend, hidden = UnrolledAttention(rows), self.features(batch)
         total, found = hidden.new_zeros(()), []
         begin, every = batch.step % min(LATER_EVERY, length), LATER_EVERY
+        half = batch.step // LATER_EVERY % 2  # once each has begun, the other ones of them
         for step in range(self.num_steps):
             if step == 1:
                 at = at[begin::every]
@@ -299,7 +315,7 @@ class FeatureTrainer(Trainer):
             apart = self.distance(hidden, read[:, here].flatten(0, 1))
             if apart is not None:
                 total = total + weight * batch.mean(apart, learnt[:, here].flatten())
-                some = slice(begin, None, every) if step == 0 else slice(batch.step % 2, None, 2)
+                some = slice(begin, None, every) if step == 0 else slice(half, None, 2)
                 chosen = hidden.view(rows, len(here), -1)[:, some].flatten(0, 1)
                 here = here[some]
             weights = batch.weights(counted[:, here]).flatten()
@@ -314,7 +330,7 @@ class FeatureTrainer(Trainer):
         """Return what the target says after each position: its likeliest tokens of the draft's
         vocabulary, the likeliest first, with their probabilities among these, [..., L, K], and
         whether its top token is one of that vocabulary [..., L, 1]."""
-        logits = self.runtime.lm_head(features[self._head_input])
+        logits = self.runtime.target_logits(features[self._head_input])
         known = logits[..., self.token_ids].float()
         most = known.topk(min(GOAL_TOKENS, known.shape[-1]), dim=-1)
         return {

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from specplug.testing.check import Failure, NotApplicable, check
-from specplug.testing.configuration import SIMPLEST, Configuration, cover, shown, smallest
+from specplug.testing.configuration import SIMPLEST, Configuration, shown, smallest
 from specplug.testing.hosted import acceptance_in_host
 from specplug.testing.laboratory import Drafted, Key, Laboratory
 from specplug.testing.parting import left_in, told_parting
@@ -27,7 +26,7 @@ def invariance(laboratory: Laboratory) -> str:
     simple = laboratory.observe(SIMPLEST, sampled=True)
     _same_in_order(laboratory)
     _same_in_chunks(laboratory)
-    stressed = [c for c in cover() if c["shape"] == "declared" and c != SIMPLEST]
+    stressed = [c for c in laboratory.cover() if c["shape"] == "declared" and c != SIMPLEST]
     least_share = 1.0
     for configuration in stressed:
         found = laboratory.observe(configuration, sampled=True)
@@ -51,7 +50,10 @@ def invariance(laboratory: Laboratory) -> str:
                 f"configuration; expected {100 * AGREE:.0f} %: what is drafted after a text must "
                 f"not depend on how it came there. {usual_causes(least)}{parting}{states}"
             )
-    return f"{100 * least_share:.1f} % agree in the worst of {len(stressed)} configurations"
+    return (
+        f"{100 * least_share:.1f} % agree in the worst of {len(stressed)} configurations"
+        f"{laboratory.told_without}"
+    )
 
 
 def _same_in_order(laboratory: Laboratory) -> None:
@@ -294,68 +296,3 @@ def _compared_with_reference(laboratory: Laboratory, length: float) -> str:
             "are computed from: tokens, features, positions, norms, the vocabulary map"
         )
     return f"{length:.2f} tokens a verification; the reference {name} has {expected:.2f} here"
-
-
-MOST_ERROR = 0.05
-"""The greatest calibration error, a difference of probabilities, above that of chance."""
-
-ENOUGH = 800
-"""Nodes with a score, from which on the error says something."""
-
-
-@check("gold.scores", "gold", "scores say how likely a node is to be accepted")
-def scores(laboratory: Laboratory) -> str:
-    """Compare what was predicted of nodes with how many were accepted, once rates are learnt."""
-    refuse_quick(laboratory)
-    prompts = laboratory.held_out()
-    params = laboratory.params(len(prompts), sampled=False, max_tokens=64)
-    with laboratory.engine({**SIMPLEST, "batch": 8}) as llm:
-        half = len(prompts) // 2
-        llm.generate(prompts[:half], params[:half])
-        before = llm.stats()
-        llm.generate(prompts[half:], params[half:])
-        after = llm.stats()
-    bins = {
-        percentage: Bin(
-            *(
-                after[name][percentage] - before[name].get(percentage, 0)
-                for name in ("scored", "predicted", "accepted_of_scored")
-            )
-        )
-        for percentage in after["scored"]
-    }
-    count = sum(each.nodes for each in bins.values())
-    if count < ENOUGH:
-        raise NotApplicable(f"{count:.0f} nodes with a score; it takes {ENOUGH} to tell")
-    error = sum(abs(each.predicted - each.accepted) for each in bins.values()) / count
-    chance = sum(each.deviation for each in bins.values()) / count
-    if error > MOST_ERROR + chance:
-        worst = max(bins, key=lambda b: abs(bins[b].predicted - bins[b].accepted))
-        found = bins[worst]
-        raise Failure(
-            f"calibration error {error:.3f} over {count:.0f} nodes; expected at most "
-            f"{MOST_ERROR + chance:.3f}: of the {found.nodes:.0f} nodes predicted at about {worst} "
-            f"% {100 * found.accepted / found.nodes:.0f} % were accepted; a score is the logarithm "
-            "of a probability, and means the same in all steps"
-        )
-    return f"calibration error {error:.3f} over {count:.0f} nodes"
-
-
-@attrs.frozen
-class Bin:
-    """Nodes of like predictions.
-
-    Attributes:
-        nodes, accepted: how many.
-        predicted: how many were to be accepted.
-    """
-
-    nodes: float
-    predicted: float
-    accepted: float
-
-    @property
-    def deviation(self) -> float:
-        """How far ``accepted`` is from right predictions by chance, in the mean."""
-        rate = self.predicted / self.nodes if self.nodes else 0.0
-        return math.sqrt(2 / math.pi * self.nodes * rate * (1 - rate))

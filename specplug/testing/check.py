@@ -29,6 +29,10 @@ class NotApplicable(Exception):
     """Why a check says nothing of this plugin."""
 
 
+class LeftOut(Exception):
+    """What is to be installed, so that a check can run."""
+
+
 @attrs.frozen
 class Check:
     """A check.
@@ -37,8 +41,8 @@ class Check:
         id: as ``exact.tokens``; stays the same over versions.
         grade: that a plugin does not get without it.
         title: what holds if it passes.
-        run: the check itself. It raises ``Failure``, or ``NotApplicable``; whatever else it raises
-            is a failure too. What it returns was measured, and is shown.
+        run: the check itself. It raises ``Failure``, ``NotApplicable`` or ``LeftOut``; whatever
+            else it raises is a failure too. What it returns was measured, and is shown.
         hosted: the check of an algorithm that runs in another engine, as ``run``; None: it does
             not apply there, as it looks into the embedded engine.
     """

@@ -176,11 +176,12 @@ class StateChanger:
 
 @check("conduct.state", "bronze", "a draft state that is lost, empty or of another form is taken")
 def state(laboratory: Laboratory) -> str:
-    """Change the state that prefilled requests bring along; idle without a request."""
+    """Idle without a request; change the state that prefilled requests bring along."""
+    _idle(laboratory)
+    laboratory.demand_transfers()
     prompts = laboratory.prompts()[1:4]
     params = laboratory.params(len(prompts), sampled=True, max_tokens=FEW_TOKENS)
     expected = laboratory.plain(prompts, sampled=True, max_tokens=FEW_TOKENS)
-    _idle(laboratory)
     configuration = {**SIMPLEST, "batch": 3, "transfer": True}
     for told, change in STATES.items():
         try:

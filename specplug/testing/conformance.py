@@ -17,7 +17,8 @@ class AlgorithmTests:
     """The kit's checks of an algorithm, each a test of pytest.
 
     A subclass says which algorithm, and what its author knows of it; see ``Subject``. Checks that
-    do not apply are skipped, with the reason. New ones come with a new version of specplug.
+    do not apply, or are left out, are skipped, with the reason. New ones come with a new version of
+    specplug.
     """
 
     algorithm: ClassVar[str | object | None] = None
@@ -54,7 +55,7 @@ class AlgorithmTests:
         from specplug.testing.verdict import judge
 
         verdict = judge(specplug_check, specplug_laboratory)
-        if verdict.status == "not applicable":
+        if verdict.status in ("not applicable", "left out"):
             pytest.skip(verdict.told)
         if verdict.status == "expected":
             pytest.xfail(verdict.told)

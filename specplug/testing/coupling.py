@@ -36,8 +36,9 @@ def perfect(laboratory: Laboratory) -> str:
         worker = llm.engine.runtime.worker
     if not isinstance(worker, TokenDrafter):
         raise NotApplicable("its worker is no TokenDrafter, whose draft model the target could be")
+    stressed = [c for c in STRESSED if laboratory.transfers or not c["transfer"]]
     least = 1.0
-    for configuration in STRESSED:
+    for configuration in stressed:
         share, _ = _foreseen(laboratory, configuration)
         least = min(least, share)
         if share < PERFECT:
@@ -50,7 +51,8 @@ def perfect(laboratory: Laboratory) -> str:
                 f"the drafts are what it generates; expected {100 * PERFECT:.0f} %: keys, "
                 f"positions or masks of the draft model are not those of the text. {first}"
             )
-    return f"{100 * least:.1f} % in the worst of {len(STRESSED)} configurations"
+    told = f"{100 * least:.1f} % in the worst of {len(stressed)} configurations"
+    return f"{told}{laboratory.told_without}"
 
 
 def _foreseen(laboratory: Laboratory, configuration: Configuration) -> tuple[float, str]:

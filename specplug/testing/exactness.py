@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from specplug.errors import SpecplugError
 from specplug.testing.check import Failure, check
-from specplug.testing.configuration import Configuration, cover, shown, smallest
+from specplug.testing.configuration import Configuration, shown, smallest
 from specplug.testing.hosted import tokens_in_host
 from specplug.testing.laboratory import Laboratory
 
@@ -19,13 +19,13 @@ from specplug.testing.laboratory import Laboratory
 )
 def tokens(laboratory: Laboratory) -> str:
     """Run a cover of all pairs of settings. Name the simplest one that differs, or raises."""
-    configurations = cover()
+    configurations = laboratory.cover()
     for configuration in configurations:
         told = difference(laboratory, configuration)
         if told:
             least = smallest(configuration, lambda c: bool(difference(laboratory, c)))
             raise Failure(f"{shown(least)}: {difference(laboratory, least)}")
-    return f"{len(configurations)} configurations"
+    return f"{len(configurations)} configurations{laboratory.told_without}"
 
 
 def difference(laboratory: Laboratory, configuration: Configuration) -> str:

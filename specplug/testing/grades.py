@@ -92,6 +92,7 @@ class EarnedGrade:
         missed: the checks that cost it, by id, and how: "failed", or "expected", which says that
             the author declares it.
         holder: what earned it.
+        left_out: the ids of checks that could not run, since what they need was not installed.
         settings: of the run, other than the defaults: "model", "draft", "accept_length",
             "reference", "seed".
     """
@@ -99,13 +100,15 @@ class EarnedGrade:
     grade: str | None
     missed: Mapping[str, str]
     holder: Holder
+    left_out: tuple[str, ...] = attrs.field(default=(), converter=tuple[str, ...])
     settings: Mapping[str, str] = attrs.field(factory=dict)
 
     @property
     def told(self) -> str:
-        """The grade, and what it lacks to the next one."""
+        """The grade, what it lacks to the next one, and what it was earned without."""
         missed = ", ".join(f"{check} {_HOW.get(how, how)}" for check, how in self.missed.items())
-        return f"{self.grade or 'none'}{f', since {missed}' if missed else ''}"
+        told = f"{self.grade or 'none'}{f', since {missed}' if missed else ''}"
+        return f"{told}, without {', '.join(self.left_out)}" if self.left_out else told
 
 
 _HOW = {"expected": "fails as declared", "passed unexpectedly": "passes unexpectedly"}
@@ -178,6 +181,7 @@ class Standing:
             "grade": earned.grade if earned and not self.changed else None,
             "changed": list(self.changed),
             "missed": dict(earned.missed) if earned else {},
+            "left_out": list(earned.left_out) if earned else [],
             "versions": dict(earned.holder.versions) if earned else {},
             "settings": dict(earned.settings) if earned else {},
         }

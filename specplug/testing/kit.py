@@ -18,6 +18,7 @@ def all_checks() -> list[Check]:
         exactness,
         form,
         reference,
+        scores,
     )
 
     return sorted(CHECKS.values(), key=lambda each: GRADES.index(each.grade))

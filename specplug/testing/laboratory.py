@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from itertools import count
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,10 @@ import attrs
 from specplug import LLM, SamplingParams, hookimpl
 from specplug.algorithm import HELD_OUT_PROMPTS
 from specplug.debug import debug_checks
+from specplug.disagg.instances import NEEDS_ZMQ
 from specplug.engine.scheduler import Scheduler, SchedulerConfig
-from specplug.testing.configuration import SIMPLEST, Configuration
+from specplug.testing.check import LeftOut
+from specplug.testing.configuration import DIMENSIONS, SIMPLEST, Configuration, cover
 from specplug.testing.subject import Subject
 
 if TYPE_CHECKING:
@@ -188,6 +191,31 @@ class Laboratory:
         lines = _held_out_lines()
         first = LINES_A_SEED * self.subject.seed % len(lines)
         return [*lines[first:], *lines[:first]]
+
+    @property
+    def transfers(self) -> bool:
+        """Whether another instance can prefill: that takes pyzmq."""
+        return find_spec("zmq") is not None
+
+    def demand_transfers(self) -> None:
+        """Leave a check out that needs another instance, where there can be none.
+
+        Raises:
+            LeftOut: pyzmq is not installed.
+        """
+        if not self.transfers:
+            raise LeftOut(NEEDS_ZMQ)
+
+    def cover(self) -> list[Configuration]:
+        """Return a cover of all pairs of choices that can be made here."""
+        if self.transfers:
+            return cover()
+        return cover({**DIMENSIONS, "transfer": (False,)})
+
+    @property
+    def told_without(self) -> str:
+        """What a check of configurations adds to what it measured: those it had to leave out."""
+        return "" if self.transfers else f"; none with a transfer: {NEEDS_ZMQ}"
 
     def params(self, count: int, *, sampled: bool, max_tokens: int) -> list[SamplingParams]:
         """Return what is asked of each request: every other one is sampled, if any is."""

@@ -136,7 +136,8 @@ class Parting:
         """The parting in words, and where to look."""
         prompt, position = self.root
         after = position - len(prompt)
-        when = "before the first draft" if after == 0 else f"{after} tokens after the prompt"
+        tokens = "1 token" if after == 1 else f"{after} tokens"
+        when = f"{tokens} after the prompt" if after else "before the first draft"
         what = f"the state {self.name!r}" if self.name else "what is drafted"
         return (
             f"\nStates part after {self.hook}, {when} (root at position {position}): {what} is the "

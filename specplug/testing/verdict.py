@@ -10,10 +10,12 @@ import attrs
 
 from specplug.errors import SpecplugError
 from specplug.testing import kit
-from specplug.testing.check import GRADES, Check, Failure, Grade, NotApplicable
+from specplug.testing.check import GRADES, Check, Failure, Grade, LeftOut, NotApplicable
 from specplug.testing.laboratory import Laboratory
 
-Status = Literal["passed", "failed", "not applicable", "expected", "passed unexpectedly"]
+Status = Literal[
+    "passed", "failed", "not applicable", "left out", "expected", "passed unexpectedly"
+]
 
 
 @attrs.frozen
@@ -22,7 +24,8 @@ class Verdict:
 
     Attributes:
         check: that ran.
-        status: what came of it. expected: it failed, as its author declares.
+        status: what came of it. expected: it failed, as its author declares. left out: it needs
+            what is not installed, and counts neither as passed nor as failed.
         told: what was measured; or what was found, expected, and is to be done; or the reason.
         seconds: that it took.
     """
@@ -64,6 +67,8 @@ def _run(check: Check, laboratory: Laboratory) -> tuple[Status, str]:
         return "passed", run(laboratory) or ""
     except NotApplicable as why:
         return "not applicable", str(why)
+    except LeftOut as needed:
+        return "left out", str(needed)
     except (Failure, SpecplugError) as error:
         return "failed", f"{check.id}: {error}\nSee {check.page}"
     except AssertionError as error:
@@ -77,17 +82,20 @@ def grade_of(verdicts: Sequence[Verdict]) -> Grade | None:
     """Return the highest grade of which all checks ran and none is wrong, nor of those below; None:
     none.
 
-    What is declared as an expected failure costs its grade.
+    What is declared as an expected failure costs its grade; what is left out does not.
     """
     return _grade_and_why(verdicts)[0]
 
 
 def told_grade(verdicts: Sequence[Verdict]) -> str:
-    """Return the grade in words, and which one is not known since not all its checks ran."""
+    """Return the grade in words, which one is not known since not all its checks ran, and which
+    checks were left out."""
     reached, unknown = _grade_and_why(verdicts)
-    if not unknown:
-        return reached or "none"
-    return f"{reached}; {unknown}" if reached else f"not known: {unknown}"
+    told: str = reached or "none"
+    if unknown:
+        told = f"{reached}; {unknown}" if reached else f"not known: {unknown}"
+    without = [f"; {v.check.id} was left out: {v.told}" for v in verdicts if v.status == "left out"]
+    return told + "".join(without)
 
 
 def _grade_and_why(verdicts: Sequence[Verdict]) -> tuple[Grade | None, str]:

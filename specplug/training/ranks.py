@@ -43,7 +43,8 @@ class Ranks:
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
         backend = "gloo" if chosen.type == "cpu" else "nccl"
-        dist.init_process_group(backend, timeout=timedelta(minutes=60))
+        own = chosen if chosen.type == "cuda" else None
+        dist.init_process_group(backend, timeout=timedelta(minutes=60), device_id=own)
         return cls(int(os.environ["RANK"]), size, chosen)
 
     @property

@@ -79,8 +79,11 @@ class Rows:
     def chosen(self, count: int, seed: int) -> Rows:
         """Return ``count`` of the rows at random, or all if there are fewer."""
         generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(self), generator=generator)[:count]
-        return Rows(**{name: tensor[order] for name, tensor in self.as_tensors().items()})
+        return self.picked(torch.randperm(len(self), generator=generator)[:count])
+
+    def picked(self, indices: Tensor) -> Rows:
+        """Return these rows, in this order."""
+        return Rows(**{name: tensor[indices] for name, tensor in self.as_tensors().items()})
 
     def repeated(self, count: int, seed: int) -> Rows:
         """Return ``count`` rows, each of which begins as one of these, and then says a piece of it

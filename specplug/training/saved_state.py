@@ -103,7 +103,7 @@ def load_state(file: Path, network: nn.Module, optimizers: Optimizers) -> dict[s
         CheckpointError: it is of another network, or of other optimizers.
     """
     tensors, told = read_tensors(file)
-    check_names(file, "values", told, ("step", "total", "history", "threads"))
+    check_names(file, "values", told, ("step", "total", "history", "threads", "rows_read"))
     own = network.state_dict()
     stored = {n.removeprefix("network."): t for n, t in tensors.items() if n.startswith("network.")}
     if {n: tuple(t.shape) for n, t in own.items()} != {

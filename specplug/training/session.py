@@ -36,6 +36,7 @@ from specplug.training.corpus import Text, read_texts, standard_library
 from specplug.training.hidden_state_files import export_hidden_states
 from specplug.training.progress import Progress
 from specplug.training.ranks import Ranks, whole
+from specplug.training.reading import can_read_ahead
 from specplug.training.regeneration import choose_prompts, regenerate
 from specplug.training.rows import SHORTEST, Rows
 from specplug.training.saved_state import (
@@ -54,6 +55,8 @@ from specplug.training.threads import choose_threads
 TIMED = 20
 """Steps that are timed, after ``UNTIMED`` ones, to find how many fit into the time."""
 UNTIMED = 3
+READING_SHARE = 0.25
+"""The most of the minutes that the target reads rows in before the first step, on a CPU."""
 MEASURED_SHARE = 0.08
 """The share of the minutes that is left for the export and the accept lengths."""
 HELD_BACK = 32
@@ -171,10 +174,12 @@ class TrainingSession:
         self._optimizers = self._make_optimizers()
         self.history: list[dict[str, Any]] = []
         self._step, self._total = 0, settings.steps
+        self._rows_read: int | None = None
         if resume and (self._folder / STATE).is_file():  # else it ended before its first step
             told = load_state(self._folder / STATE, self._module.network, self._optimizers)
             self._step, self._total = told["step"], told["total"]
             self.history = told["history"]
+            self._rows_read = told["rows_read"]
             torch.set_num_threads(told["threads"])  # the same sums
 
     # Rows
@@ -329,28 +334,29 @@ class TrainingSession:
 
     def _try_out(self) -> None:
         """Do what a step does, but the optimizer's part, which would change the network."""
-        rows = self._rows.indices(0, self._size, self.settings.seed)
+        rows = self._runtime.rows.indices(0, self._size, self.settings.seed)
         with self._autocast():
-            self._target.run(self._rows.batch(rows[:1])[0].to(self.ranks.device))
             loss, _ = self._module(self._runtime.batch(rows))
         loss.backward()
         self._module.zero_grad(set_to_none=True)
 
     def train(self) -> None:
         """Take all steps that are left, saving every so often and at the end."""
+        if self._step == self._total:
+            return
+        if can_read_ahead(self.ranks.device) and self.ranks.size == 1:
+            self._read_ahead()
         if self._step == 0 and self.ranks.is_on_cpu and self.ranks.size == 1:
             self._say(f"{choose_threads(self._try_out)} threads, the quickest on this machine")
-        timed: list[tuple[float, float]] = []
+        timed: list[float] = []
         seen: list[tuple[Tensor, dict[str, Tensor]]] = []
         while self._total is None or self._step < self._total:
             if self._total is None:
-                timed.append((time.monotonic(), self._runtime.seconds))
+                timed.append(time.monotonic())
             seen.append(self._train_step())
             self._step += 1
             if self._total is None and len(timed) == UNTIMED + TIMED:
-                (begun, before), now = timed[UNTIMED], time.monotonic()
-                target = self._runtime.seconds - before
-                self._plan((now - begun) / TIMED, target / TIMED)
+                self._plan((time.monotonic() - timed[UNTIMED]) / TIMED)
             if self._total is not None and self._is_due(max(1, self._total // REPORTS)):
                 self._report(seen)
                 seen = []
@@ -361,23 +367,42 @@ class TrainingSession:
     def _is_due(self, every: int) -> bool:
         return self._step % every == 0 or self._step == self._total
 
-    def _plan(self, seconds: float, of_target: float) -> None:
-        """Settle how many steps there are in the minutes that are left. It is saved, so that a
-        resume ends where this would have ended.
+    def _read_ahead(self) -> None:
+        """Run the target over the rows that the steps will take, in the order of the first epoch.
+        Where steps are as many as fit it may take a share of the minutes, and rows that were not
+        read by then are left out; a resume leaves out the same ones."""
+        rows, size, seed = self._rows, self._size, self.settings.seed
+        order, most_seconds = rows.indices(0, len(rows), seed), math.inf
+        if self._rows_read is not None and self._rows_read < len(rows):
+            self._runtime.rows = rows.picked(order[: self._rows_read])
+            order = torch.arange(self._rows_read)
+        if self._total is None:
+            most_seconds = READING_SHARE * self._seconds_left()
+        else:
+            order = order[: self._total * size]
+        begun = time.monotonic()
+        with self._autocast():
+            self._runtime.read_ahead(
+                order, most_seconds, lambda *at: self._tell("the target reads rows", *at)
+            )
+        self._rows_read = len(self._runtime.rows)
+        left_out = f"; {len(rows) - self._rows_read} are left out" * (self._rows_read < len(rows))
+        self._say(f"the target read its rows in {time.monotonic() - begun:.0f} s{left_out}")
 
-        Args:
-            seconds: of a step.
-            of_target: of these, the target's: it sees each row once where its features are kept.
-        """
-        minutes = self.settings.minutes or 15.0
-        left = minutes * 60 * (1 - MEASURED_SHARE) - (time.monotonic() - self._began)
-        epoch = len(self._rows) // self._size
-        steps = int(left / seconds)
-        if self._runtime.keeps_all and self._step + steps > epoch:
-            steps = int((left - max(epoch - self._step, 0) * of_target) / (seconds - of_target))
-        self._total = int(self.ranks.agree(self._step + max(steps, 1)))
-        left_each = left / max(steps, 1)
-        self._say(f"{self._total} steps of {left_each:.3f} s fit into {minutes:g} minutes")
+    def _minutes(self) -> float:
+        return self.settings.minutes or 15.0
+
+    def _seconds_left(self) -> float:
+        """Return how much of the minutes is left for reading and for steps."""
+        used = time.monotonic() - self._began
+        return self._minutes() * 60 * (1 - MEASURED_SHARE) - used
+
+    def _plan(self, seconds: float) -> None:
+        """Settle how many steps of these seconds there are in the minutes that are left. It is
+        saved, so that a resume ends where this would have ended."""
+        steps = max(int(self._seconds_left() / seconds), 1)
+        self._total = int(self.ranks.agree(self._step + steps))
+        self._say(f"{self._total} steps of {seconds:.3f} s fit into {self._minutes():g} minutes")
 
     def _train_step(self) -> tuple[Tensor, dict[str, Tensor]]:
         settings, step = self.settings, self._step
@@ -395,7 +420,7 @@ class TrainingSession:
             muon = isinstance(optimizer, torch.optim.Muon)
             for group in optimizer.param_groups:
                 group["lr"] = MUON_RATE * rate if muon else rate
-        indices = self._rows.indices(step, self._size, settings.seed)
+        indices = self._runtime.rows.indices(step, self._size, settings.seed)
         with self._autocast():
             batch = self._runtime.batch(self.ranks.share(indices), step, self.ranks.mean_total)
             loss, metrics = self._module(batch)
@@ -443,6 +468,7 @@ class TrainingSession:
             "total": self._total,
             "history": self.history,
             "threads": torch.get_num_threads(),
+            "rows_read": self._rows_read,
         }
         save_state(self._folder / STATE, self._module.network, self._optimizers, told, self.ranks)
         self.ranks.wait()

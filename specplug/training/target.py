@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,14 +15,16 @@ from specplug.errors import UsageError, shown
 from specplug.model.checkpoint import load_checkpoint
 from specplug.model.hidden_states import HiddenStateCapture
 from specplug.speculative.trainer import TrainingBatch, Value
+from specplug.training.logit_form import LogitForm
+from specplug.training.reading import read_ahead
 from specplug.training.rows import Rows
 
 EXAMPLES = 64
 """Rows of an example."""
 
-KEPT_BYTES = 2 * 2**30
-"""The most bytes of features that are kept on a CPU from one epoch to the next, in bfloat16 where
-products are."""
+KEPT_SHARE = 0.25
+"""The most of a machine's memory that features are kept in on a CPU from one epoch to the next, in
+bfloat16 where products are."""
 
 
 class FrozenTarget:
@@ -35,6 +38,7 @@ class FrozenTarget:
     Attributes:
         model: the module.
         capture: what its passes keep.
+        logit_form: what it makes of its head's logits.
     """
 
     def __init__(self, path: str, dtype: torch.dtype | None, device: torch.device) -> None:
@@ -44,6 +48,7 @@ class FrozenTarget:
         except ValueError:  # what caps its scores, or has sinks, is not computed so
             self.model.set_attn_implementation("eager")
         self.device = device
+        self.logit_form = LogitForm.of(self.model)
         self.capture = HiddenStateCapture(self.model)
         self.config: Any = self.model.config.get_text_config()
 
@@ -67,7 +72,7 @@ class FrozenRuntime:
         tokenizer: the target's.
 
     Attributes:
-        seconds: that the target's passes took, as far as the host waits for them.
+        rows: those that are trained on.
     """
 
     def __init__(
@@ -78,12 +83,12 @@ class FrozenRuntime:
         options: Mapping[str, str],
         tokenizer: Any,
     ) -> None:
-        self._target, self._rows, self._options = target, rows, dict(options)
+        self._target, self.rows, self._options = target, rows, dict(options)
         self._asked: set[str] = set()
         self._derived: list[Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]] = []
         self._features: dict[int, dict[str, Tensor]] = {}
         self._bytes = 0
-        self.seconds = 0.0
+        self._most_bytes = int(KEPT_SHARE * memory_bytes())
         self.config = config
         self.tokenizer = tokenizer
         self.device = target.device
@@ -102,6 +107,10 @@ class FrozenRuntime:
         """Apply the target's output head."""
         logits: Tensor = self._target.model.get_output_embeddings()(hidden)
         return logits
+
+    def target_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of the target's own distribution."""
+        return self._target.logit_form(self.lm_head(hidden))
 
     def lm_head_rows(self, token_ids: Tensor) -> Tensor:
         """Return rows of the target's output head."""
@@ -149,12 +158,12 @@ class FrozenRuntime:
 
     def token_counts(self) -> Tensor:
         """Count the tokens that are learnt."""
-        written = self._rows.tokens[self._rows.learnt].long()
+        written = self.rows.tokens[self.rows.learnt].long()
         return torch.bincount(written, minlength=self.vocab_size)
 
     def example(self) -> TrainingBatch:
         """Return the first rows as a batch."""
-        batch = self.batch(range(min(EXAMPLES, len(self._rows))))
+        batch = self.batch(range(min(EXAMPLES, len(self.rows))))
         self._features.clear()  # more may be captured after this
         self._bytes = 0
         return batch
@@ -184,7 +193,7 @@ class FrozenRuntime:
             total: of ``TrainingBatch.mean``.
         """
         chosen = torch.as_tensor(indices)
-        tokens, counted = self._rows.batch(chosen)
+        tokens, counted = self.rows.batch(chosen)
         tokens = tokens.to(self.device)
         one_by_one = self.device.type == "cpu"
         return TrainingBatch(
@@ -197,24 +206,41 @@ class FrozenRuntime:
 
     def _run(self, tokens: Tensor) -> dict[str, Tensor]:
         """Return what the target computes for tokens [B, L], and what is derived of it."""
-        begun = time.monotonic()
         found = self._target.run(tokens)
         if torch.is_autocast_enabled("cpu"):
             found = {name: each.to(torch.bfloat16) for name, each in found.items()}
         for compute in self._derived:
             found.update(compute(found))
-        self.seconds += time.monotonic() - begun
         return found
 
-    @property
-    def keeps_all(self) -> bool:
-        """Whether what is computed of every row is kept, as far as the rows so far tell."""
-        num_kept = len(self._features)
-        return num_kept > 0 and self._bytes / num_kept * len(self._rows) <= KEPT_BYTES
+    def read_ahead(
+        self, order: Tensor, most_seconds: float, tell: Callable[[int, int], None]
+    ) -> None:
+        """Run the target over rows before they are asked for, as far as there is memory. Rows whose
+        turn did not come in time are not trained on: the others become ``rows``.
+
+        Args:
+            order: [n] int64, of the rows.
+            most_seconds: after these no further row is begun.
+            tell: is told how many rows are read, and of how many.
+        """
+        begun = time.monotonic()
+        found = read_ahead(
+            lambda place: self._compute(int(order[place])),
+            self.rows.lengths[order].tolist(),
+            most_bytes=self._most_bytes,
+            most_seconds=most_seconds,
+            tell=tell,
+        )
+        read = order[: len(found)]
+        if time.monotonic() - begun > most_seconds:
+            self.rows, read = self.rows.picked(read), torch.arange(len(read))
+        self._features = dict(zip(read.tolist(), found, strict=True))
+        self._bytes = sum(each.nbytes for row in found for each in row.values())
 
     def _kept(self, chosen: Tensor) -> dict[str, Tensor]:
         """Return the features of rows, [B, L, C] by name, of which those that fit into
-        ``KEPT_BYTES`` are computed once.
+        ``KEPT_SHARE`` of the memory are computed once.
 
         Each row runs by itself, so that its bits do not depend on what else is in a batch, and a
         resume finds the same. On a CPU that costs nothing.
@@ -228,13 +254,21 @@ class FrozenRuntime:
     def _features_of(self, index: int) -> dict[str, Tensor]:
         if index in self._features:
             return self._features[index]
-        tokens, _ = self._rows.batch([index])
-        found = {name: each[0] for name, each in self._run(tokens).items()}
+        found = self._compute(index)
         size = sum(each.nbytes for each in found.values())
-        if self._bytes + size <= KEPT_BYTES:
+        if self._bytes + size <= self._most_bytes:
             self._features[index] = found
             self._bytes += size
         return found
+
+    def _compute(self, index: int) -> dict[str, Tensor]:
+        tokens, _ = self.rows.batch([index])
+        return {name: each[0] for name, each in self._run(tokens).items()}
+
+
+def memory_bytes() -> int:
+    """Return how large the machine's memory is."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def context_len(config: Any) -> int:

@@ -86,6 +86,7 @@ def test_json(full):
             "grade": None,
             "changed": [],
             "missed": {},
+            "left_out": [],
             "versions": {},
             "settings": {},
         },
@@ -96,6 +97,7 @@ def test_json(full):
             "prefix_cache": True,
             "parts": False,
             "target_drafts": False,
+            "late_feed": False,
             "captures": ["layer_inputs"],
         },
         "defaults": {"num_steps": 3, "topk": 2, "num_draft_tokens": None},
@@ -142,7 +144,8 @@ def test_for_people(full):
     assert shown["paper"] == "arXiv 2503.01840"
     assert shown["distribution"] == "specplug-full 1.0"
     able = (
-        "branching=yes, draft_model=yes, overlap=yes, prefix_cache=yes, parts=no, target_drafts=no"
+        "branching=yes, draft_model=yes, overlap=yes, prefix_cache=yes, parts=no, "
+        "target_drafts=no, late_feed=no"
     )
     assert shown["capabilities"] == able
     assert shown["settings"] == "--full-depth"

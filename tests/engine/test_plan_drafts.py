@@ -120,12 +120,12 @@ def test_one_that_always_drafts_drafts_as_if_alone(index: int, name: str) -> Non
         assert found[total] == alone[total]
 
 
-@pytest.mark.parametrize("other", [0, -1])
-def test_draft_model_keeps_up_while_it_does_not_draft(other: int) -> None:
+@pytest.mark.parametrize(("name", "other"), [("EAGLE3", 0), ("EAGLE3", -1), ("STANDALONE", -1)])
+def test_draft_model_keeps_up_while_it_does_not_draft(name: str, other: int) -> None:
     params = SamplingParams(max_tokens=200, ignore_eos=True)
-    _, alone = generate("EAGLE3", params=params)
-    _, found = generate("NGRAM,EAGLE3", Always(1, other), params=params)
-    length = found["accepted_by_drafter"]["EAGLE3"] / found["verifications_by_drafter"]["EAGLE3"]
+    _, alone = generate(name, params=params)
+    _, found = generate(f"NGRAM,{name}", Always(1, other), params=params)
+    length = found["accepted_by_drafter"][name] / found["verifications_by_drafter"][name]
     assert length > 0.97 * alone["mean_accept_length"]
 
 

@@ -59,6 +59,15 @@ def test_rates_become_what_was_taken() -> None:
     assert deep[2] == pytest.approx(0.25, abs=0.02)
 
 
+def test_bin_without_counts_is_as_sure_as_those_around_it() -> None:
+    """A drafter that is sure too little of some scores is so of those beside them."""
+    calibration = _calibration()
+    _learn(calibration, math.log(0.5), rate=0.75)
+    beside, far = (_survival(calibration, [0.0, math.log(p)])[1] for p in (0.6, 0.95))
+    assert beside == pytest.approx(0.85, abs=0.05)
+    assert far == pytest.approx(0.95, abs=0.02)
+
+
 def test_kinds_of_requests_are_counted_apart() -> None:
     calibration = _calibration()
     calibration.admit(2, RequestKind.CONSTRAINED)

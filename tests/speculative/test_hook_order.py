@@ -374,7 +374,7 @@ class ToyHost:
 
 
 PROMPTS = {2: (1, 2, 3, 4, 5), 5: (6, 0, 9), 4: (8, 8, 8, 10)}
-DRAFT = ["plan_drafts", "on_host_tensors", "propose"]
+DRAFT = ["plan_drafts", "resolve", "on_host_tensors", "propose"]
 FEED = ["build_draft_input", "publish", "stash"]
 
 
@@ -427,14 +427,14 @@ def test_decode_step_calls_resolve_to_stash(host: ToyHost) -> None:
     assert host.events == FEED
     host.events.clear()
     host.decode([2, 5])
-    assert host.events == ["resolve", *DRAFT, "verify", *FEED]
+    assert host.events == [*DRAFT, "verify", *FEED]
 
 
 def test_host_that_verifies_calls_no_verify_hook(host: ToyHost) -> None:
     host.prefill(PROMPTS)
     host.events.clear()
     host.decode_verifying_itself([2, 5])
-    assert host.events == ["resolve", *DRAFT, *FEED]
+    assert host.events == [*DRAFT, *FEED]
 
 
 def test_plugins_map_hears_of_steps_that_no_draft_follows(host: ToyHost) -> None:

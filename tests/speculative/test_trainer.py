@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 import torch
+from frozen_target import LENGTH as TEXT_LENGTH
+from frozen_target import random_target
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specplug import TrainingBatch, UnrolledAttention, begin_like, layers, norm_weight
+from specplug import (
+    DraftFiles,
+    FeatureTrainer,
+    TrainingBatch,
+    UnrolledAttention,
+    begin_like,
+    layers,
+    norm_weight,
+)
 
 TEXTS, LENGTH, HEADS, KV_HEADS, DIM = 2, 7, 4, 2, 8
 
@@ -87,6 +98,84 @@ def test_begin_like_fills_a_smaller_mlp() -> None:
     begin_like(ours, theirs)
     assert torch.equal(ours.mlp.up_proj.weight, theirs.mlp.up_proj.weight[:6])
     assert torch.equal(ours.mlp.down_proj.weight, theirs.mlp.down_proj.weight[:, :6])
+
+
+def test_begin_like_fills_the_first_of_more_heads() -> None:
+    """Twice as many heads: the first half attends as the target does, in and out."""
+    ours, theirs = nn.Module(), nn.Module()
+    for module, heads in ((ours, 12), (theirs, 6)):
+        module.q_proj = nn.Linear(4, heads, bias=False)
+        module.k_proj = nn.Linear(4, heads // 2, bias=False)
+        module.o_proj = nn.Linear(heads, 4, bias=False)
+        module.self_attn = nn.Module()
+        module.self_attn.o_proj = nn.Linear(heads, 4, bias=False)
+    before = ours.self_attn.o_proj.weight.detach().clone()
+    begin_like(ours, theirs)
+    assert torch.equal(ours.q_proj.weight[:6], theirs.q_proj.weight)
+    assert torch.equal(ours.k_proj.weight[:3], theirs.k_proj.weight)
+    assert torch.equal(ours.self_attn.o_proj.weight[:, :6], theirs.self_attn.o_proj.weight)
+    assert torch.equal(ours.self_attn.o_proj.weight[:, 6:], before[:, 6:])
+
+
+class Marked(FeatureTrainer):
+    """A trainer whose rows carry their positions.
+
+    Attributes:
+        asked: the positions that take the distribution, by unrolled step, of the last loss.
+    """
+
+    def __init__(self, *, num_steps: int = 3, learns_distance: bool = True) -> None:
+        self.network = nn.Sequential()
+        self.network.embed_tokens = nn.Embedding(16, 8)
+        self.network.lm_head = nn.Linear(8, 16)
+        self.network.fc = nn.Linear(8, 16)  # as many inner features as tokens
+        self.network.layer = nn.Sequential(nn.Linear(16, 8), nn.RMSNorm(8))
+        super().__init__(random_target(), torch.arange(16), num_steps)
+        self._learns_distance = learns_distance
+        self.asked: list[set[int]] = []
+
+    def features(self, batch: TrainingBatch) -> Tensor:
+        rows, length = batch.tokens.shape
+        return torch.arange(float(length)).repeat(rows).unsqueeze(1)
+
+    def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: object) -> Tensor:
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        self.asked.append({int(position) for position in hidden[:, 0]})
+        return torch.zeros(len(hidden), 16)
+
+    def distance(self, hidden: Tensor, wanted: Tensor) -> Tensor | None:
+        return torch.zeros(len(hidden)) if self._learns_distance else None
+
+    def export(self) -> DraftFiles:
+        return DraftFiles(config={}, tensors={})
+
+    def positions(self, step: int) -> list[set[int]]:
+        """Those that take the distribution in a step of the optimizer."""
+        self.asked.clear()
+        self.loss(attrs.evolve(self.runtime.example(), step=step))
+        return list(self.asked)
+
+
+@pytest.mark.parametrize("learns_distance", [True, False])
+def test_every_position_takes_part_over_eight_steps(learns_distance: bool) -> None:
+    trainer = Marked(learns_distance=learns_distance)
+    steps = [trainer.positions(step) for step in range(8)]
+    for unrolled in range(3):
+        taken = set().union(*(step[unrolled] for step in steps))
+        assert taken == set(range(TEXT_LENGTH)), unrolled
+    later = sum(len(step[1]) for step in steps)  # every other one of them, where half is enough
+    assert later == (TEXT_LENGTH if learns_distance else 2 * TEXT_LENGTH)
+
+
+def test_orthogonal_tells_tokens_by_what_they_are() -> None:
+    trainer = Marked()
+    network = trainer.network
+    assert [id(p) for p in trainer.orthogonal()] == [
+        id(network.fc.weight),
+        id(network.layer[0].weight),
+    ]
 
 
 class OneMore(nn.Module):

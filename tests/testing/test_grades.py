@@ -111,6 +111,19 @@ def test_check_keeps_grade_once_all_checks_ran(
     assert earned.settings == {"seed": "2"}
 
 
+def test_grade_is_kept_with_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = kit.checks_named(["form", "conduct.state"])
+    monkeypatch.setattr(kit, "all_checks", lambda: checks)
+    monkeypatch.setitem(sys.modules, "zmq", None)  # as if it were not installed
+    done = CliRunner().invoke(check, ["NGRAM"])
+    assert done.exit_code == 0, done.output
+    assert "conduct.state  left out" in done.output
+    assert "grade: gold; conduct.state was left out: disaggregation needs pyzmq" in done.output
+    standing = Standing.of("NGRAM")
+    assert standing.as_mapping()["left_out"] == ["conduct.state"]
+    assert standing.line("NGRAM").startswith("gold, without conduct.state (kit ")
+
+
 def test_check_tells_where_grade_cannot_be_kept(
     monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:

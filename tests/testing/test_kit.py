@@ -353,6 +353,59 @@ def test_declared_failure_of_no_check_is_refused() -> None:
         refuse_unknown({"form.hook": "none"})
 
 
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment without what the extras bring that a check could use."""
+    for module in ("zmq", "xgrammar", "matplotlib", "copier"):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules, "specplug.disagg.zmq_transport", raising=False)
+
+
+@pytest.fixture
+def quick_ngram(shallow: ShallowTarget) -> Laboratory:
+    settings = shallow.options("NGRAM")
+    model, algorithm = settings.pop("model"), settings.pop("speculative_algorithm")
+    return Laboratory(Subject(algorithm=algorithm, model=model, settings=settings, quick=True))
+
+
+@pytest.mark.usefixtures("bare")
+def test_check_without_pyzmq_is_left_out(quick_ngram: Laboratory) -> None:
+    verdict = judge(checks_named(["conduct.state"])[0], quick_ngram)
+    assert (verdict.status, verdict.is_wrong) == ("left out", False)
+    assert verdict.told.endswith("pip install 'specplug[disagg]'")
+
+
+@pytest.mark.usefixtures("bare")
+def test_check_without_pyzmq_runs_without_transfers(quick_ngram: Laboratory) -> None:
+    verdicts = [judge(check, quick_ngram) for check in checks_named(["exact", "blind.invariance"])]
+    assert [verdict.status for verdict in verdicts] == ["passed"] * 2, verdicts
+    assert all("; none with a transfer: disaggregation needs" in v.told for v in verdicts)
+
+
+@pytest.mark.usefixtures("bare")
+def test_perfect_drafter_without_pyzmq_is_checked(shallow: ShallowTarget) -> None:
+    settings = shallow.options("STANDALONE")
+    model, algorithm = settings.pop("model"), settings.pop("speculative_algorithm")
+    subject = Subject(algorithm=algorithm, model=model, settings=settings, quick=True)
+    verdict = judge(checks_named(["blind.perfect"])[0], Laboratory(subject))
+    assert verdict.status == "passed", verdict.told
+    assert "in the worst of 3 configurations; none with a transfer" in verdict.told
+
+
+def test_check_with_pyzmq_leaves_nothing_out(quick_ngram: Laboratory) -> None:
+    assert quick_ngram.cover() == cover()
+    assert quick_ngram.told_without == ""
+    assert judge(checks_named(["conduct.state"])[0], quick_ngram).status == "passed"
+
+
+def test_grade_without_a_check_says_so() -> None:
+    left_out, *others = sorted(all_checks(), key=lambda check: check.id != "conduct.state")
+    verdicts = [Verdict(check, "passed", "", 0.0) for check in others]
+    verdicts.append(Verdict(left_out, "left out", "install it", 0.0))
+    assert grade_of(verdicts) == "gold"
+    assert told_grade(verdicts) == "gold; conduct.state was left out: install it"
+
+
 def test_seed_changes_texts_but_not_the_standard_ones() -> None:
     first, other = (Laboratory(Subject(algorithm="NGRAM", seed=seed)) for seed in (0, 1))
     assert set(first.prompts()).isdisjoint(other.prompts())

@@ -32,7 +32,7 @@ def test_state_that_differs_before_the_draft_is_named() -> None:
 
 def test_draft_that_differs_alone_is_named() -> None:
     told = told_parting(_left((1.0, 3, 7), (1.0, 3, 7)), _left((1.0, 3, 7), (1.0, 3, 8)))
-    assert "States part after propose, 1 tokens after the prompt (root at position 3)" in told
+    assert "States part after propose, 1 token after the prompt (root at position 3)" in told
 
 
 def test_integers_that_differ_anyway_tell_nothing() -> None:

@@ -14,7 +14,7 @@ from specplug import CheckpointError
 from specplug.training.ranks import Ranks
 from specplug.training.saved_state import load_state, read_tensors, save_state, write_tensors
 
-TOLD = {"step": 3, "total": 6, "history": [], "threads": 1}
+TOLD = {"step": 3, "total": 6, "history": [], "threads": 1, "rows_read": None}
 
 
 def network_and_optimizers() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
@@ -70,7 +70,11 @@ def test_saved_state_is_read_as_it_was(state: Path) -> None:
             "what is kept of weight: exp_avg, exp_avg_sq, step; expected momentum_buffer",
         ),
         (of_another_parameter, "what is kept of gone: exp_avg; expected nothing"),
-        (without_total, "values: history, step, threads; expected history, step, threads, total"),
+        (
+            without_total,
+            "values: history, rows_read, step, threads; "
+            "expected history, rows_read, step, threads, total",
+        ),
     ],
 )
 def test_state_of_another_version_is_refused(

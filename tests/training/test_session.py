@@ -21,9 +21,11 @@ from torch import Tensor
 
 from specplug import LLM, CheckpointError, FeatureTrainer, PluginError, SamplingParams, UsageError
 from specplug.algorithm import find_model
+from specplug.training import session as session_module
 from specplug.training.saved_state import read_tensors, write_tensors
 from specplug.training.session import TrainingSession, learning_rate
 from specplug.training.settings import TrainingSettings
+from specplug.training.target import FrozenRuntime
 from specplug_eagle3.trainer import Eagle3Trainer
 
 STEPS = 6
@@ -366,3 +368,65 @@ def test_odd_target_is_trained_for(kind: str, algorithm: str, data: Path, tmp_pa
     session.train()
     session.export()
     assert set(session.measure()) == {0.0, 1.0}
+
+
+TRAINED = ["DFLASH", "DSPARK", "EAGLE", "EAGLE3", "MULTI_LAYER_EAGLE", "PEAGLE", "STANDALONE"]
+
+
+@pytest.mark.parametrize("algorithm", TRAINED)
+def test_goal_is_the_targets_own_distribution(
+    algorithm: str, target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No trainer takes its goal from the bare head, which some targets cap."""
+    inner, asked = FrozenRuntime.target_logits, []
+
+    def target_logits(self: FrozenRuntime, hidden: Tensor) -> Tensor:
+        asked.append(hidden.shape)
+        return inner(self, hidden)
+
+    monkeypatch.setattr(FrozenRuntime, "target_logits", target_logits)
+    options = {"intermediate_size": "48"}
+    trained(settings(target, data, tmp_path, algorithm=algorithm, steps=1, options=options))
+    assert asked
+
+
+@pytest.fixture
+def all_written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many texts each session would have the target write; it writes none."""
+    asked: list[int] = []
+
+    def choose(texts: Any, count: int, *_: Any) -> list[Any]:
+        asked.append(count)
+        return []
+
+    monkeypatch.setattr(session_module, "choose_prompts", choose)
+    monkeypatch.setattr(session_module, "regenerate", lambda *_: [])
+    return asked
+
+
+TEXT = {"text": "def mean(values):\n    return sum(values) / len(values)\n"}
+
+
+def test_texts_are_not_written_anew_on_a_cpu(
+    all_written: list[int], target: Path, tmp_path: Path
+) -> None:
+    told = settings(target, lines(tmp_path, *[TEXT] * 4), tmp_path / "out", regenerate=None)
+    TrainingSession(told, Recorded()).close()
+    assert all_written == []
+
+
+def test_prompts_are_answered_on_a_cpu_too(
+    all_written: list[int], target: Path, tmp_path: Path
+) -> None:
+    told = settings(target, lines(tmp_path, *[TEXT] * 4, PROMPT), tmp_path / "out", regenerate=None)
+    TrainingSession(told, Recorded()).close()
+    assert all_written == [512]
+
+
+@pytest.mark.parametrize(("repeat", "expected"), [(0.0, 3), (0.5, 4)])
+def test_texts_limit_the_rows(repeat: float, expected: int, target: Path, tmp_path: Path) -> None:
+    """Those that repeat are some of them."""
+    told = settings(target, lines(tmp_path, *[TEXT] * 12), tmp_path / "out", texts=3, repeat=repeat)
+    session = TrainingSession(told, Recorded())
+    assert len(session._rows) == expected
+    session.close()

@@ -37,7 +37,9 @@ class DFlash(DraftModelAlgorithm):
             name="DFLASH",
             summary="DFlash: block diffusion, a whole block drafted in one non-causal pass",
             api_version=1,
-            capabilities=Capabilities(branching=True, draft_model=True, captures={"layer_inputs"}),
+            capabilities=Capabilities(
+                branching=True, draft_model=True, captures={"layer_inputs"}, late_feed=True
+            ),
             defaults=Defaults(num_steps=7, topk=1, num_draft_tokens=8),
             paper="https://arxiv.org/abs/2602.06036",
             weights={DEFAULT_MODEL: WEIGHTS / "tiny_code"},

@@ -102,7 +102,7 @@ class BlockTrainer(Trainer):
         counted = counted.long().cumprod(2).bool()
         reached = F.pad(known[..., :-1], (1, 0), value=True).long().cumprod(2).bool()
         with torch.no_grad():
-            logits = self.runtime.lm_head(batch.features[self._head_input][text, places])
+            logits = self.runtime.target_logits(batch.features[self._head_input][text, places])
             found = self._own_ids[logits.argmax(-1)] >= 0
             goal = logits[..., self.token_ids].float().softmax(-1)
         return Blocks(

@@ -36,7 +36,9 @@ class DSpark(DFlash):
             name="DSPARK",
             summary="DSpark: DFlash's block, drawn token by token by a Markov head",
             api_version=1,
-            capabilities=Capabilities(branching=True, draft_model=True, captures={"layer_inputs"}),
+            capabilities=Capabilities(
+                branching=True, draft_model=True, captures={"layer_inputs"}, late_feed=True
+            ),
             defaults=Defaults(num_steps=7, topk=1, num_draft_tokens=8),
             paper="https://arxiv.org/abs/2607.05147",
             weights={DEFAULT_MODEL: WEIGHTS / "tiny_code"},

@@ -36,7 +36,9 @@ class Eagle(DraftModelAlgorithm):
             name="EAGLE",
             summary="EAGLE-2: one layer over the target's last feature, dynamic trees and chains",
             api_version=1,
-            capabilities=Capabilities(branching=True, draft_model=True, captures={"lm_head_input"}),
+            capabilities=Capabilities(
+                branching=True, draft_model=True, captures={"lm_head_input"}, late_feed=True
+            ),
             defaults=Defaults(num_steps=5, topk=1, num_draft_tokens=6),
             paper="https://arxiv.org/abs/2406.16858",
             weights={DEFAULT_MODEL: WEIGHTS / "tiny_code"},

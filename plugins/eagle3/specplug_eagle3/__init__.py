@@ -36,7 +36,9 @@ class Eagle3(DraftModelAlgorithm):
             name="EAGLE3",
             summary="EAGLE-3: one draft layer over fused target features, chains and dynamic trees",
             api_version=1,
-            capabilities=Capabilities(branching=True, draft_model=True, captures={"layer_inputs"}),
+            capabilities=Capabilities(
+                branching=True, draft_model=True, captures={"layer_inputs"}, late_feed=True
+            ),
             defaults=Defaults(num_steps=5, topk=1, num_draft_tokens=6),
             paper="https://arxiv.org/abs/2503.01840",
             weights={DEFAULT_MODEL: WEIGHTS / "tiny_code"},

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from drafted_tokens import CONTEXT, HIDDEN
-from frozen_target import LENGTH, random_target
-from torch import Tensor
+from frozen_target import LENGTH, RandomTarget, random_target
+from torch import Tensor, nn
 
-from specplug import Checkpoint, CheckpointError, TrainingBatch
+from specplug import Checkpoint, CheckpointError, TrainingBatch, UsageError
 from specplug_eagle3.checkpoint import flatten_config, network_config
 from specplug_eagle3.trainer import Eagle3Trainer
 
@@ -95,3 +95,70 @@ def test_start_goes_on_from_a_checkpoint(write_draft: Callable[..., Path]) -> No
 def test_start_of_another_target_is_refused(write_draft: Callable[..., Path]) -> None:
     with pytest.raises(CheckpointError, match="does not fit the target"):
         trainer(write_draft(target_hidden_size=HIDDEN + 8))
+
+
+def test_distance_is_in_units_of_the_final_norm() -> None:
+    """A feature that the norm makes twice as large may be twice as far off."""
+    target = random_target(draft_vocab_size=40)
+    target.final_norm.weight.data[0] = 2.0  # type: ignore[attr-defined]
+    made = Eagle3Trainer(target)
+    hidden = torch.randn(5, HIDDEN)
+    wanted = made.network.norm(hidden).detach()
+    near, first, second = wanted, wanted.clone(), wanted.clone()
+    first[:, 0] += 2.0
+    second[:, 1] += 1.0
+    found = [made.distance(hidden, each) for each in (near, first, second)]
+    for distance, expected in zip(found, (0.0, 1 / HIDDEN, 1 / HIDDEN), strict=True):
+        assert distance is not None
+        torch.testing.assert_close(distance, torch.full((5,), expected), atol=1e-6, rtol=1e-4)
+
+
+def test_distance_of_a_feature_that_hardly_counts_is_bounded() -> None:
+    target = random_target(draft_vocab_size=40)
+    target.final_norm.weight.data[0] = 1e-9  # type: ignore[attr-defined]
+    made = Eagle3Trainer(target)
+    hidden = torch.randn(5, HIDDEN)
+    wanted = made.network.norm(hidden).detach()
+    wanted[:, 0] += 0.01
+    distance = made.distance(hidden, wanted)
+    assert distance is not None
+    assert bool((distance < 1.1 / HIDDEN).all())
+
+
+def test_network_that_goes_on_learns_the_distribution_alone(
+    write_draft: Callable[..., Path],
+) -> None:
+    assert trainer(write_draft()).distance(torch.randn(2, HIDDEN), torch.randn(2, HIDDEN)) is None
+
+
+class WithLayer(RandomTarget):
+    """A target whose last layer has the attention of one."""
+
+    def target_layer(self, index: int) -> nn.Module:
+        torch.manual_seed(5)
+        layer, size = nn.Module(), HIDDEN // 4
+        layer.self_attn = nn.Module()
+        layer.self_attn.q_proj = nn.Linear(HIDDEN, 4 * size, bias=False)
+        layer.self_attn.k_proj = nn.Linear(HIDDEN, 2 * size, bias=False)
+        layer.self_attn.v_proj = nn.Linear(HIDDEN, 2 * size, bias=False)
+        layer.self_attn.o_proj = nn.Linear(4 * size, HIDDEN, bias=False)
+        return layer
+
+
+def test_head_of_more_attention_heads_begins_as_the_targets() -> None:
+    """Its first heads read and write what the target's do, each with its own keys and values."""
+    target = WithLayer(draft_vocab_size=40, num_attention_heads=12)
+    network = Eagle3Trainer(target).network  # type: ignore[arg-type]
+    assert network.config.num_attention_heads == 12
+    assert network.config.num_key_value_heads == 6  # two queries to a key, as the target has
+    ours, theirs = network.midlayer.self_attn, target.target_layer(-1).self_attn
+    for name in ("q_proj", "k_proj", "v_proj"):
+        expected = getattr(theirs, name).weight
+        assert torch.equal(getattr(ours, name).weight[: len(expected), -HIDDEN:], expected)
+    assert torch.equal(ours.o_proj.weight[:, :HIDDEN], theirs.o_proj.weight)
+
+
+@pytest.mark.parametrize("wanted", [0, 6])
+def test_odd_number_of_attention_heads_is_refused(wanted: int) -> None:
+    with pytest.raises(UsageError, match=f"={wanted}: expected a multiple of the target's 4"):
+        trainer(num_attention_heads=wanted)

@@ -38,7 +38,9 @@ class MultiLayerEagle(DraftModelAlgorithm):
             name="MULTI_LAYER_EAGLE",
             summary="Multi-token-prediction layers: one layer for each drafted token",
             api_version=1,
-            capabilities=Capabilities(branching=True, draft_model=True, captures={"lm_head_input"}),
+            capabilities=Capabilities(
+                branching=True, draft_model=True, captures={"lm_head_input"}, late_feed=True
+            ),
             defaults=Defaults(num_steps=5),
             paper="https://arxiv.org/abs/2412.19437",
             weights={DEFAULT_MODEL: WEIGHTS / "tiny_code"},

@@ -49,7 +49,7 @@ class MultiLayerEagleTrainer(Trainer):
         network, (rows, length) = self.network, batch.tokens.shape
         features = batch.features[self._head_input]
         with torch.no_grad():
-            goal = self.runtime.lm_head(features).float().softmax(-1)
+            goal = self.runtime.target_logits(features).float().softmax(-1)
         rotary = network.rotary(torch.arange(length, device=goal.device).repeat(rows))
         attend, hidden = UnrolledAttention(rows), features.flatten(0, 1).float()
         total, found = hidden.new_zeros(()), []

@@ -38,7 +38,9 @@ class PEagle(Eagle3):
             name="PEAGLE",
             summary="P-EAGLE: EAGLE-3's network, several layers deep, drafts in one pass",
             api_version=1,
-            capabilities=Capabilities(branching=True, draft_model=True, captures={"layer_inputs"}),
+            capabilities=Capabilities(
+                branching=True, draft_model=True, captures={"layer_inputs"}, late_feed=True
+            ),
             defaults=Defaults(num_steps=7, topk=1, num_draft_tokens=8),
             paper="https://arxiv.org/abs/2602.01469",
             weights={DEFAULT_MODEL: WEIGHTS / "tiny_code"},

@@ -101,7 +101,7 @@ class PEagleTrainer(Trainer):
         """Return the target's distribution after each position over the draft's vocabulary, [B, L,
         V_draft] float32, and where it counts [B, L]: its top token is in that vocabulary."""
         with torch.no_grad():
-            logits = self.runtime.lm_head(batch.features[self._head_input])
+            logits = self.runtime.target_logits(batch.features[self._head_input])
             counted = batch.counted & self._known[logits.argmax(-1)]
             return logits[..., self.token_ids].float().softmax(-1), counted
 

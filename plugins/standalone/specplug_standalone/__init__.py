@@ -37,7 +37,7 @@ class Standalone(DraftModelAlgorithm):
             name="STANDALONE",
             summary="A small language model of its own: any vocabulary, chains and trees",
             api_version=1,
-            capabilities=Capabilities(branching=True, draft_model=True),
+            capabilities=Capabilities(branching=True, draft_model=True, late_feed=True),
             defaults=Defaults(num_steps=4, topk=1, num_draft_tokens=5),
             paper="https://arxiv.org/abs/2211.17192",
             weights={DEFAULT_MODEL: WEIGHTS / "tiny_code"},

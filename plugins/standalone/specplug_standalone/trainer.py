@@ -45,7 +45,7 @@ class StandaloneTrainer(Trainer):
     def loss(self, batch: TrainingBatch) -> TrainingLoss:
         """Return the cross entropy to the target's distribution after each position."""
         with torch.no_grad():
-            goal = self.runtime.lm_head(batch.features[self._head_input]).float()
+            goal = self.runtime.target_logits(batch.features[self._head_input]).float()
         logits = self.network(input_ids=batch.tokens, use_cache=False).logits.float()
         each = logits.logsumexp(-1) - (goal.softmax(-1) * logits).sum(-1)
         right = (logits.argmax(-1) == goal.argmax(-1)).float()

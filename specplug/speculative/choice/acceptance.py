@@ -9,6 +9,7 @@ within a few steps, and a text that does not change is known well.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,11 +19,13 @@ Several = Sequence[int] | Array
 
 _GRID = np.arange(-6.0, 6.01, 0.25)
 """Shifts that survivals are tabulated for."""
+_LOWEST, _STEP, _LAST = float(_GRID[0]), float(_GRID[1] - _GRID[0]), len(_GRID) - 1
 _MEMORIES = np.array([0.85, 0.98, 0.98])
 """What a draft leaves of what was known before, of each memory."""
 _PRIOR = np.array([0.3, 3.0, 1e9])
 """How much the run's rates count beside a request's own nodes, as the variance of a node: one at
 even odds has 0.25. The last one's is so great that its shift stays at 0."""
+_MEMORY_PRIORS = tuple(zip(_MEMORIES.tolist(), _PRIOR.tolist(), strict=True))
 _IDLE = np.array([0.97, 0.995, 0.995])
 """The same of a step in which an algorithm did not draft for the request."""
 _MOST_PULL = 4.0
@@ -55,9 +58,7 @@ class Acceptance:
         self.depth = depth
         self._taken = np.zeros((algorithms, depth))
         self._seen = np.zeros((algorithms, depth))
-        self._pulls = np.zeros((0, algorithms, len(_PRIOR)))
-        self._weights = np.zeros((0, algorithms, len(_PRIOR)))
-        self._trust = np.zeros((0, algorithms, len(_PRIOR)))
+        self._known = np.zeros((0, algorithms, 3, len(_PRIOR)))  # pulls, weights, trust
         self._cells = np.zeros((0, algorithms), dtype=np.int64)
         self._order = np.arange(algorithms)
         self._since = 0
@@ -68,13 +69,11 @@ class Acceptance:
         """Begin a new request in a row."""
         if row >= len(self._cells):
             more = max(16, row + 1, 2 * len(self._cells)) - len(self._cells)
-            new = np.zeros((more, *self._pulls.shape[1:]))
-            self._pulls = np.concatenate([self._pulls, new])
-            self._weights = np.concatenate([self._weights, new])
-            self._trust = np.concatenate([self._trust, new])
-            self._cells = np.concatenate([self._cells, new[:, :, 0].astype(np.int64)])
-        self._pulls[row] = self._weights[row] = 0.0
-        self._trust[row] = 1 / len(_PRIOR)
+            new = np.zeros((more, *self._known.shape[1:]))
+            self._known = np.concatenate([self._known, new])
+            self._cells = np.concatenate([self._cells, new[:, :, 0, 0].astype(np.int64)])
+        self._known[row, :, :2] = 0.0
+        self._known[row, :, 2] = 1 / len(_PRIOR)
         self._cells[row] = len(_GRID) // 2
 
     def survival(self, rows: Array) -> Array:
@@ -90,7 +89,7 @@ class Acceptance:
     def doubt(self, rows: Array) -> Array:
         """Return the standard deviation of each request's log-odds, [n, A]; great where an
         algorithm was not tried for long."""
-        known = self._weights[rows, :, 1] + _PRIOR[1]
+        known = self._known[rows, :, 1, 1] + _PRIOR[1]
         doubt: Array = known**-0.5
         return doubt
 
@@ -114,39 +113,82 @@ class Acceptance:
         """
         if not len(rows):
             return
+        if len(rows) == 1:
+            self._observe_one(int(rows[0]), int(who[0]), int(asked[0]), int(taken[0]))
+            return
         row, of, deep, got = (np.asarray(each) for each in (rows, who, asked, taken))
         deep = np.minimum(deep, self.depth)
         got = np.minimum(got, deep)
         seen = np.minimum(got + 1, deep)  # nodes whose parents were accepted
         self._count(of, seen, got)
         place = row, of
-        pulls, weights = self._pulls[place], self._weights[place]  # [n, 2]
+        pulls, weights, trust = self._known[place].swapaxes(0, 1)  # [n, 3] each
         shifts = pulls / (weights + _PRIOR)
-        cells = _cells(shifts)
-        of, seen, got = of[:, None], seen[:, None], got[:, None]
-        expected = self._expected[of, cells, seen]
-        weight = self._weight[of, cells, seen]
-        likely = self._logs[of, cells, got] + np.where(
-            got < seen, self._misses[of, cells, np.minimum(got, self.depth - 1)], 0.0
-        )
+        cells = of[:, None] * len(_GRID) + _cells(shifts)
+        seen, got = seen[:, None], got[:, None]
+        at = cells * (self.depth + 1)
+        expected, weight = self._expected.take(at + seen), self._weight.take(at + seen)
+        missed = self._misses.take(cells * self.depth + np.minimum(got, self.depth - 1))
+        likely = self._logs.take(at + got) + missed * (got < seen)
         # A Newton step from where each memory stands, kept as sums that fade.
-        told = np.clip(got - expected, -_MOST_PULL, _MOST_PULL) + weight * shifts
+        told = np.minimum(np.maximum(got - expected, -_MOST_PULL), _MOST_PULL) + weight * shifts
         pulls, weights = _MEMORIES * pulls + told, _MEMORIES * weights + weight
-        trust = self._trust[place] * np.exp(likely - likely.max(1, keepdims=True))
+        trust = trust * np.exp(likely - likely.max(1, keepdims=True))
         trust /= trust.sum(1, keepdims=True)
         trust = trust * (1 - _SHARE) + _SHARE / len(_PRIOR)
-        self._pulls[place], self._weights[place], self._trust[place] = pulls, weights, trust
+        self._known[place] = np.stack((pulls, weights, trust), 1)
         shift = (trust * pulls / (weights + _PRIOR)).sum(1)
         self._cells[place] = _cells(shift)
 
-    def fade(self, rows: Array, steps: int = 1) -> None:
+    def _observe_one(self, row: int, of: int, deep: int, got: int) -> None:
+        """Learn what was accepted of one draft, as ``observe`` does of several: in plain numbers,
+        which are quicker than arrays of three."""
+        deep = min(deep, self.depth)
+        got = min(got, deep)
+        seen = min(got + 1, deep)
+        self._count_one(of, seen, got)
+        place = row, of
+        pulls, weights, trust = self._known[place].tolist()
+        likely = []
+        for m, (memory, prior) in enumerate(_MEMORY_PRIORS):
+            shift = pulls[m] / (weights[m] + prior)
+            cell = _cell(shift)
+            weight = self._weight.item(of, cell, seen)
+            told = got - self._expected.item(of, cell, seen)
+            told = min(max(told, -_MOST_PULL), _MOST_PULL) + weight * shift
+            pulls[m], weights[m] = memory * pulls[m] + told, memory * weights[m] + weight
+            miss = self._misses.item(of, cell, got) if got < seen else 0.0
+            likely.append(self._logs.item(of, cell, got) + miss)
+        most = max(likely)
+        trust = [each * math.exp(own - most) for each, own in zip(trust, likely, strict=True)]
+        total = sum(trust)
+        shared = _SHARE / len(_PRIOR)
+        trust = [each / total * (1 - _SHARE) + shared for each in trust]
+        self._known[place] = pulls, weights, trust
+        shift = sum(
+            trust[m] * pulls[m] / (weights[m] + prior)
+            for m, (_, prior) in enumerate(_MEMORY_PRIORS)
+        )
+        self._cells[place] = _cell(shift)
+
+    def _count_one(self, of: int, seen: int, got: int) -> None:
+        """Count the nodes of one draft for the run's rates."""
+        nodes, hits = self._seen[of, :seen], self._taken[of, :seen]
+        nodes *= _FADING
+        nodes += 1.0
+        hits *= _FADING
+        hits[:got] += 1.0
+        self._counted()
+
+    def fade(self, rows: Several, steps: int = 1) -> None:
         """Let what is known of requests at a step fade a little towards the run's rates, whether
         or not they drafted: so what was not tried for long is tried again."""
         idle = _IDLE**steps
-        self._weights[rows] *= idle
-        pulls = self._pulls[rows] * idle
-        self._pulls[rows] = pulls
-        shift = (self._trust[rows] * pulls / (self._weights[rows] + _PRIOR)).sum(-1)
+        known = self._known[rows]  # [n, A, 3, 3]
+        known[:, :, :2] *= idle
+        self._known[rows] = known
+        pulls, weights, trust = known.transpose(2, 0, 1, 3)
+        shift = (trust * pulls / (weights + _PRIOR)).sum(-1)
         self._cells[rows] = _cells(shift)
 
     def _count(self, of: Array, seen: Array, got: Array) -> None:
@@ -155,6 +197,10 @@ class Acceptance:
         kept = _FADING**tries
         self._seen = self._seen * kept + tries
         self._taken = self._taken * kept + hits
+        self._counted()
+
+    def _counted(self) -> None:
+        """Make the tables anew, after some observations."""
         self._since += 1
         self._observed += 1
         if self._since >= min(_REFRESH, self._observed):
@@ -171,12 +217,14 @@ class Acceptance:
     def _refresh(self) -> None:
         """Make the tables of every shift, from the run's rates; at a depth that was seldom reached
         that of the one before it counts."""
-        rates = np.empty_like(self._seen)
-        rate = np.full(len(rates), _FIRST)
-        for depth in range(self.depth):
-            seen = self._seen[:, depth] + _FIRST_NODES
-            rates[:, depth] = rate = (self._taken[:, depth] + _FIRST_NODES * rate) / seen
-        rates = np.clip(rates, 0.02, 0.98)
+        known = []
+        for seen, taken in zip(self._seen.tolist(), self._taken.tolist(), strict=True):
+            rate, of_depths = _FIRST, []
+            for tries, hits in zip(seen, taken, strict=True):
+                rate = (hits + _FIRST_NODES * rate) / (tries + _FIRST_NODES)
+                of_depths.append(rate)
+            known.append(of_depths)
+        rates = np.clip(np.array(known).reshape(self._seen.shape), 0.02, 0.98)
         odds = np.log(rates / (1 - rates))
         shifted = np.clip(odds[:, None, :] + _GRID[:, None], -5.0, 5.0)  # [A, cells, D]
         chance = 1 / (1 + np.exp(-shifted))
@@ -189,8 +237,13 @@ class Acceptance:
         self._misses = np.log1p(-chance)
 
 
+def _cell(shift: float) -> int:
+    """Return the nearest shift of the grid."""
+    return min(max(round((shift - _LOWEST) / _STEP), 0), _LAST)
+
+
 def _cells(shifts: Array) -> Array:
     """Return the nearest shifts of the grid."""
-    steps = np.rint((shifts - _GRID[0]) / (_GRID[1] - _GRID[0]))
-    found: Array = np.clip(steps, 0, len(_GRID) - 1).astype(np.int64)
+    steps = np.rint((shifts - _LOWEST) / _STEP)
+    found: Array = np.minimum(np.maximum(steps, 0), _LAST).astype(np.int64)
     return found

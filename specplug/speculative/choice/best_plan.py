@@ -10,6 +10,7 @@ makes nodes free.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import combinations
 
@@ -20,7 +21,7 @@ from specplug.speculative.choice.step_cost import StepCosts
 
 Array = np.ndarray
 
-_LEAST = np.array([0.0, 0.08, 0.25, 0.45, 0.65, 0.85])
+_LEAST = np.array([1e-300, 0.08, 0.25, 0.45, 0.65, 0.85])
 """Survivals from which on nodes are taken, in the ways to choose that are compared."""
 MARGIN = 1.015
 """How much better drafts have to look than none: the best of many estimates is mostly one that is
@@ -114,49 +115,45 @@ def best_plan(survival: Array, costs: Costs, rate: float) -> Plan:
 
 
 def _for_one(survival: Array, costs: Costs) -> Plan | None:
-    """Return the best plan that drafts for the only request, [A, D]."""
-    algorithms, deepest = survival.shape
-    if not algorithms:
+    """Return the best plan that drafts for the only request, [A, D]. In plain numbers: there are
+    few."""
+    curve, filled = costs.curve.tolist(), costs.filled.tolist()
+    best: tuple[float, int, int, float, float] | None = None
+    drafters = costs.drafters.tolist()
+    for a, (chances, own) in enumerate(zip(survival.tolist(), drafters, strict=True)):
+        fixed, share, tokens = own[0] + own[2], filled[a], 1.0
+        of_depth = own[1] + own[3] * share
+        for depth, chance in enumerate(chances, 1):
+            if chance <= 0.0:
+                break
+            tokens += chance
+            seconds = curve[1 + math.ceil(share * depth)] + fixed + of_depth * depth
+            if best is None or tokens / seconds > best[0]:
+                best = tokens / seconds, a, depth, tokens, seconds
+    if best is None:
         return None
-    depths = np.arange(1, deepest + 1)
-    tokens = 1.0 + survival.cumsum(1)
-    drafter, filled = costs.drafters, costs.filled
-    rows = 1 + np.ceil(np.outer(filled, depths)).astype(np.int64)
-    seconds = (
-        costs.curve[rows]
-        + (drafter[:, 0] + drafter[:, 2])[:, None]
-        + np.outer(drafter[:, 1] + drafter[:, 3] * filled, depths)
-    )
-    rates = np.where(survival > 0, tokens / seconds, 0.0)
-    best = int(rates.argmax())
-    who, at = divmod(best, deepest)
-    if rates[who, at] == 0:
-        return None
-    return Plan(
-        who=np.array([who]),
-        depths=np.array([at + 1]),
-        tokens=float(tokens[who, at]),
-        seconds=float(seconds[who, at]),
-    )
+    _, who, depth, tokens, seconds = best
+    return Plan(who=np.array([who]), depths=np.array([depth]), tokens=tokens, seconds=seconds)
 
 
 def _for_many(survival: Array, costs: Costs, rate: float) -> Plan | None:
     """Return the best plan that drafts for some of several requests."""
     bs, _, deepest = survival.shape
-    gains = survival.cumsum(2)
+    ways = _Ways.of(survival)
     price = _prices(costs, bs, deepest, rate)
     depths = np.arange(1, deepest + 1)
     # What a request's best depth brings beyond its cost, by algorithm.
-    worth = (gains - price[:, None] * depths).max(2) - rate * costs.drafters[:, 2]
+    worth = (ways.gains[:, :, 1:] - price[:, None] * depths).max(2) - rate * costs.drafters[:, 2]
     best: Plan | None = None
+    alone = ways.best_alone(costs)
     for allowed in _sets(np.flatnonzero((survival[:, :, 0] > 0).any(0)).tolist()):
         if len(allowed) == 1:
-            who = np.full(bs, allowed[0])
+            plan = alone[allowed[0]]
         else:
             who = np.asarray(allowed)[worth[:, allowed].argmax(1)]
             if (who == who[0]).all():
                 continue  # as one of the sets of one
-        plan = _compared(survival[np.arange(bs), who], who, allowed, costs)
+            plan = ways.best(who, allowed, costs)
         if best is None or plan.rate > best.rate:
             best = plan
     return None if best is None else _mended(best, survival[np.arange(bs), best.who], costs)
@@ -181,27 +178,96 @@ def _sets(those: list[int]) -> Iterator[list[int]]:
             yield list(each)
 
 
-def _compared(survival: Array, who: Array, allowed: list[int], costs: Costs) -> Plan:
-    """Return the best of the plans with nodes above a survival and no deeper than a depth.
+@attrs.frozen(eq=False)
+class _Ways:
+    """The plans with nodes above each of T survivals, no deeper than each of L depths: T·L ways.
 
-    Args:
-        survival: [n, D] of each request's algorithm.
+    Attributes:
+        gains: [n, A, D + 1] tokens expected of nodes up to each depth.
+        reach: [n, A, T] int64, how deep the nodes above each survival go.
+        limits: [L] the greatest depths.
+        deep: [n, A, T·L] int64, how deep each way drafts.
+        gained: [n, A, T·L] the tokens expected of that.
     """
-    bs, deepest = survival.shape
-    limits = _limits(deepest)
-    able = survival > 0
-    deep = (able[:, None] & (survival[:, None] >= _LEAST[:, None])).sum(2)  # [n, T]
-    deep = np.minimum(deep[:, :, None], limits).reshape(bs, -1)  # [n, T·L]
-    gains = np.concatenate([np.zeros((bs, 1)), survival.cumsum(1)], 1)
-    tokens = bs + np.take_along_axis(gains, deep, 1).sum(0)
-    seconds = _seconds(deep, who, allowed, costs)
-    best = int((tokens / seconds).argmax())
-    depths = deep[:, best]
+
+    gains: Array
+    reach: Array
+    limits: Array
+    deep: Array
+    gained: Array
+
+    @classmethod
+    def of(cls, survival: Array) -> _Ways:
+        """Return those of survivals [n, A, D]."""
+        bs, algorithms, deepest = survival.shape
+        limits = _limits(deepest)
+        reach = np.add.reduce(
+            survival[:, :, None] >= _LEAST[:, None], axis=3, dtype=np.int64
+        )  # [n, A, T]
+        deep = np.minimum(reach[:, :, :, None], limits).reshape(bs, algorithms, -1)
+        gains = np.zeros((bs, algorithms, deepest + 1))
+        np.cumsum(survival, 2, out=gains[:, :, 1:])
+        rows = np.arange(bs * algorithms).reshape(bs, algorithms, 1) * (deepest + 1)
+        return cls(gains, reach, limits, deep, gains.take(rows + deep))
+
+    def best_alone(self, costs: Costs) -> list[Plan]:
+        """Return the best way of each algorithm, where all requests have its drafts."""
+        bs = len(self.deep)
+        drafter = costs.drafters.T[:, :, None]  # [4, A, 1]
+        most, least = (
+            np.minimum(each[:, :, None], self.limits).reshape(len(each), -1)
+            for each in (self.reach.max(0), self.reach.min(0))
+        )
+        drafted = self.deep.sum(0) * costs.filled[:, None]
+        requests = np.count_nonzero(self.reach, 0).repeat(len(self.limits), 1)
+        seconds = drafter[0] * (most > 0) + drafter[1] * most + drafter[3] * drafted
+        seconds += drafter[2] * requests
+        seconds += costs.curve[bs + np.ceil(drafted).astype(np.int64)]
+        seconds += costs.ragged * (most != least)
+        tokens = bs + self.gained.sum(0)
+        plans = []
+        for a, way in enumerate((tokens / seconds).argmax(1).tolist()):
+            depths = self.deep[:, a, way]
+            plans.append(_plan(np.full(bs, a), depths, tokens[a, way], seconds[a, way]))
+        return plans
+
+    def best(self, who: Array, allowed: list[int], costs: Costs) -> Plan:
+        """Return the best way where each request has the drafts of one algorithm.
+
+        Args:
+            who: [n] int64, of those that are allowed.
+            allowed: the algorithms.
+        """
+        bs = len(who)
+        nodes, tokens, seconds = np.zeros((3, self.deep.shape[2]))
+        tokens += bs
+        most, least = [], []
+        for a in allowed:
+            mine = np.flatnonzero(who == a)
+            if not len(mine):
+                continue
+            reach, drafter = self.reach[mine, a], costs.drafters[a]
+            drafted = self.deep[mine, a].sum(0) * costs.filled[a]
+            tokens += self.gained[mine, a].sum(0)
+            nodes += drafted
+            most.append(np.minimum.outer(reach.max(0), self.limits).ravel())
+            least.append(np.minimum.outer(reach.min(0), self.limits).ravel())
+            requests = np.count_nonzero(reach, 0).repeat(len(self.limits))
+            seconds += drafter[0] * (most[-1] > 0) + drafter[1] * most[-1]
+            seconds += drafter[3] * drafted + drafter[2] * requests
+        seconds += costs.curve[bs + np.ceil(nodes).astype(np.int64)]
+        seconds += costs.ragged * (np.maximum.reduce(most) != np.minimum.reduce(least))
+        way = int((tokens / seconds).argmax())
+        return _plan(who, self.deep[np.arange(bs), who, way], tokens[way], seconds[way])
+
+
+def _plan(who: Array, depths: Array, tokens: float, seconds: float) -> Plan:
+    """Return a plan in which who drafts to no depth does not draft."""
     return Plan(
         who=np.where(depths > 0, who, -1),
         depths=depths,
-        tokens=float(tokens[best]),
-        seconds=float(seconds[best]),
+        tokens=float(tokens),
+        seconds=float(seconds),
     )
 
 

@@ -46,6 +46,7 @@ class CostFilter:
 
     Attributes:
         costs: [p] float64, seconds once something was measured.
+        changes: how often they have changed, and how well they are known.
     """
 
     def __init__(self, costs: Array, scales: Array, likeness: Array) -> None:
@@ -56,6 +57,7 @@ class CostFilter:
         self._noise = _NOISE
         self._streak = 0
         self._seen = 0
+        self.changes = 0
         self._is_scaled = False
 
     @property
@@ -89,6 +91,7 @@ class CostFilter:
             expected = seconds
         if skippable and self._is_as_expected(seconds / expected):
             return
+        self.changes += 1
         costs = self.costs
         self._spread += (_DRIFT**2) * np.outer(costs, costs)
         self._spread += _OWN_DRIFT**2 * self._alike()

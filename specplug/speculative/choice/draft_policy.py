@@ -104,7 +104,9 @@ class DraftPolicy:
         plan = best_plan(survival, costs, self._rate or plain_plan(bs, costs).rate)
         self._rate = plan.rate
         self._trials.earn(plan)
-        if plan.depths.any() and self._trials.tries_plain(plan, costs, self._plain_doubt(bs)):
+        if plan.depths.any() and self._trials.tries_plain(
+            plan, costs, lambda: self.costs.plain_doubt(bs)
+        ):
             return plain_plan(bs, costs)
         if not self._trials.is_due(bs):
             return plan
@@ -141,38 +143,34 @@ class DraftPolicy:
 
     def observe(self, outcome: StepOutcome) -> None:
         """Learn from a step: what was accepted, and what it took."""
-        who, asked = outcome.who, outcome.asked
         # A request that has ended is forgotten before its last step is told.
         rows = np.array([self._rows.get(each, -1) for each in outcome.request_ids], dtype=np.int64)
         if self._forgets and self._step % _FADED == 0:
             self.acceptance.fade(rows[rows >= 0], _FADED)
-        drafted = np.flatnonzero((who >= 0) & (asked > 0) & (rows >= 0))
-        if len(drafted):
-            accepted = outcome.accepted[drafted]
-            self.acceptance.observe(rows[drafted], who[drafted], asked[drafted], accepted)
-            self._heard[rows[drafted], who[drafted]] = self._step
-        self._learn_filled(who, asked, outcome.nodes)
-        self._learn_cost(outcome)
+        drafted = (outcome.who >= 0) & (outcome.asked > 0) & (rows >= 0)
+        draft = rows, outcome.who, outcome.asked, outcome.accepted
+        if not drafted.all():
+            row, who, asked, accepted = (each[drafted] for each in draft)
+        else:
+            row, who, asked, accepted = draft
+        self.acceptance.observe(row, who, asked, accepted)
+        self._heard[row, who] = self._step
+        work = self.work_of(outcome)
+        for a, (asked, drafted) in enumerate(zip(work.asked, work.nodes, strict=True)):
+            if asked:
+                share = min(1.0, max(0.02, float(drafted) / asked))
+                self._filled[a] += 0.05 * (share - self._filled[a])
+        self._learn_cost(outcome, work)
 
     def probe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Learn what steps take that were run before the first request; of their tokens nothing is
         learned."""
         for outcome in outcomes:
-            self._learn_cost(outcome, trusted=True)
+            self._learn_cost(outcome, self.work_of(outcome), trusted=True)
 
-    def _learn_cost(self, outcome: StepOutcome, *, trusted: bool = False) -> None:
-        if outcome.seconds is None:
-            return
-        work = self.work_of(outcome)
-        self.costs.observe(work, outcome.seconds, outcome.draft_seconds, trusted=trusted)
-
-    def _learn_filled(self, who: Array, asked: Array, nodes: Array) -> None:
-        """Learn how much of what algorithms are asked for they draft."""
-        for a in range(self.costs.algorithms):
-            mine = (who == a) & (asked > 0)
-            if mine.any():
-                share = min(1.0, max(0.02, nodes[mine].sum() / asked[mine].sum()))
-                self._filled[a] += 0.05 * (share - self._filled[a])
+    def _learn_cost(self, outcome: StepOutcome, work: StepWork, *, trusted: bool = False) -> None:
+        if outcome.seconds is not None:
+            self.costs.observe(work, outcome.seconds, outcome.draft_seconds, trusted=trusted)
 
     def heard(self, request_id: str, algorithm: int, *, asked: int, right: int) -> None:
         """Learn what an algorithm that did not draft would have had right: full information, at no
@@ -196,37 +194,26 @@ class DraftPolicy:
 
     def work_of(self, outcome: StepOutcome) -> StepWork:
         """Return what was done in a step."""
-        who, asked, nodes = outcome.who, outcome.asked, outcome.nodes
         algorithms = self.costs.algorithms
-        depths, requests, drafted = np.zeros((3, algorithms))
-        for a in range(algorithms):
-            mine = (who == a) & (asked > 0)
-            if mine.any():
-                depths[a] = asked[mine].max()
-                requests[a] = np.count_nonzero(mine)
-                drafted[a] = nodes[mine].sum()
+        depths, requests, drafted, asked = ([0] * algorithms for _ in range(4))
+        nodes = outcome.nodes.tolist()
+        each = zip(outcome.who.tolist(), outcome.asked.tolist(), nodes, strict=True)
+        for a, depth, made in each:
+            if a >= 0 and depth > 0:
+                depths[a] = max(depths[a], depth)
+                requests[a] += 1
+                drafted[a] += made
+                asked[a] += depth
         return StepWork(
-            bs=len(who),
-            rows=len(who) + int(nodes.sum()),
+            bs=len(nodes),
+            rows=len(nodes) + sum(nodes),
             context=outcome.context,
-            ragged=bool(len(nodes)) and bool(nodes.max() != nodes.min()),
+            ragged=len(set(nodes)) > 1,
             depths=depths,
             requests=requests,
             nodes=drafted,
+            asked=asked,
         )
-
-    def _plain_doubt(self, bs: int) -> float:
-        nothing = np.zeros(self.costs.algorithms)
-        work = StepWork(
-            bs=bs,
-            rows=bs,
-            context=0.0,
-            ragged=False,
-            depths=nothing,
-            requests=nothing,
-            nodes=nothing,
-        )
-        return self.costs.doubt(work)
 
     def _row(self, request_id: str) -> int:
         row = self._rows.get(request_id)

@@ -12,8 +12,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-import numpy as np
-
 from specplug.speculative.choice.step_cost import StepCosts, StepWork
 
 
@@ -36,7 +34,8 @@ class RankCosts:
             seconds: how long it took; None: it says nothing of what decoding costs.
             draft_seconds: how many of them its drafting took; None: not known apart.
         """
-        drafters = [values.tolist() for values in (work.depths, work.requests, work.nodes)]
+        every = work.depths, work.requests, work.nodes
+        drafters = [[float(value) for value in values] for values in every]
         whole = work.bs, work.rows, work.context, work.ragged
         self._note = json.dumps([seconds, draft_seconds, whole, drafters])
 
@@ -58,7 +57,7 @@ class RankCosts:
         drafting = tuple(each or 0.0 for each in drafting)
         slowest = drafters[drafting.index(max(drafting))]  # whom the others wait for
         bs, rows, context, ragged = map(max, zip(*whole, strict=True))
-        depths, requests, nodes = map(np.array, slowest)
+        depths, requests, nodes = slowest
         work = StepWork(
             bs=bs,
             rows=rows,

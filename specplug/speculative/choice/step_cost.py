@@ -17,6 +17,7 @@ from specplug.speculative.buckets import MOST_ROWS, row_buckets
 from specplug.speculative.choice.cost_filter import CostFilter
 
 Array = np.ndarray
+Several = Sequence[float] | Array
 
 _KNOTS = np.array([*row_buckets(MOST_ROWS), 768, 1024, 1536, 2048, 4096], dtype=np.float64)
 _LOWER = np.concatenate([[0.0], _KNOTS[:-1]])
@@ -38,15 +39,17 @@ class StepWork:
         depths: [A] the deepest draft of each algorithm; 0: it drafts nothing.
         requests: [A] for how many each drafts.
         nodes: [A] how many it drafts, without roots.
+        asked: [A] how many it was asked for; (): not known.
     """
 
     bs: int
     rows: float
     context: float
     ragged: bool
-    depths: Array
-    requests: Array
-    nodes: Array
+    depths: Several
+    requests: Several
+    nodes: Several
+    asked: Several = ()
 
 
 @attrs.frozen(kw_only=True)
@@ -120,6 +123,8 @@ class StepCosts:
         self._padded = padded
         self.algorithms = algorithms
         self._rows_table = np.zeros((0, len(_KNOTS)))
+        self._plain_doubts: dict[int, float] = {}
+        self._doubted = 0
 
     @property
     def is_measured(self) -> bool:
@@ -133,6 +138,26 @@ class StepCosts:
     def doubt(self, work: StepWork) -> float:
         """Return the standard deviation of ``seconds``, as a share."""
         return self._filter.doubt(self._weights(work))
+
+    def plain_doubt(self, bs: int) -> float:
+        """Return the ``doubt`` of a step of ``bs`` requests in which nothing is drafted, but for
+        what the context takes."""
+        if self._doubted != self._filter.changes:
+            self._doubted = self._filter.changes
+            self._plain_doubts.clear()
+        if bs not in self._plain_doubts:
+            nothing = np.zeros(self.algorithms)
+            work = StepWork(
+                bs=bs,
+                rows=bs,
+                context=0.0,
+                ragged=False,
+                depths=nothing,
+                requests=nothing,
+                nodes=nothing,
+            )
+            self._plain_doubts[bs] = self.doubt(work)
+        return self._plain_doubts[bs]
 
     def observe(
         self,
@@ -152,7 +177,7 @@ class StepCosts:
         if self._is_fixed or not seconds > 0:
             return
         weights = self._weights(work)
-        if draft_seconds is None or not work.requests.any() or draft_seconds >= seconds:
+        if draft_seconds is None or not any(work.requests) or draft_seconds >= seconds:
             self._filter.observe(weights, seconds, trusted=trusted, skippable=not trusted)
             return
         of_draft = weights.copy()
@@ -203,7 +228,7 @@ class StepCosts:
         weights[k + 1] = work.context * 1e-3
         weights[k + 2] = work.ragged
         of_drafters = weights[_FIXED:].reshape(self.algorithms, _OF_DRAFTER)
-        of_drafters[:, 0] = work.requests > 0
+        of_drafters[:, 0] = [requests > 0 for requests in work.requests]
         of_drafters[:, 1] = work.depths
         of_drafters[:, 2] = work.requests
         of_drafters[:, 3] = work.nodes

@@ -7,6 +7,8 @@ not tried, and never for more than a small share of the tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from specplug.speculative.choice.best_plan import Costs, Plan, best_plan, plain_plan, planned
@@ -57,21 +59,21 @@ class Trials:
         self._plain_age = 0.0 if not plan.depths.any() else self._plain_age + 1.0
         self._step += 1
 
-    def tries_plain(self, plan: Plan, costs: Costs, doubt: float) -> bool:
+    def tries_plain(self, plan: Plan, costs: Costs, doubt: Callable[[], float]) -> bool:
         """Return whether this step drafts nothing, to see what that takes; it is paid for then.
 
         Args:
             plan: the best one.
-            doubt: the standard deviation of the time without drafts, as a share.
+            doubt: gives the standard deviation of the time without drafts, as a share.
         """
         if self._plain_age < _FRESH:
             return False
-        hoped = _NEAR + doubt * (1.0 + self._plain_age / _PLAIN_PATIENCE)
         plain = plain_plan(len(plan.who), costs)
-        if hoped < 0.99 and plain.rate / (1.0 - hoped) < plan.rate:
-            return False
         lost = plan.rate * plain.seconds - plain.tokens
         if lost > self.credit:
+            return False
+        hoped = _NEAR + doubt() * (1.0 + self._plain_age / _PLAIN_PATIENCE)
+        if hoped < 0.99 and plain.rate / (1.0 - hoped) < plan.rate:
             return False
         self.credit -= lost
         self._plain_age = 0.0

@@ -1,0 +1,263 @@
+"""What a draft model that does not draft is not fed yet: the target's outputs of decode steps.
+
+They wait until the algorithm is to draft for their requests, or until they are many. Then one pass
+reads what several steps have committed, as it would read a prefill chunk. Nothing here reads the
+device: how many tokens a step has accepted is told when the host knows it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate
+
+import attrs
+import torch
+from torch import Tensor
+
+from specplug.speculative.hook_order import Batch, ForwardMode
+from specplug.speculative.host_copy import upload
+from specplug.speculative.planned_drafts import sub_batch
+from specplug.speculative.verify import CommittedOutput
+
+_MOST_ROWS = 32
+"""Rows of a request that wait at most, but for those of the last step."""
+_UNTOLD = 64
+"""Steps whose accepted lengths are awaited at most."""
+
+
+@attrs.define(eq=False, kw_only=True)
+class _Step:
+    """A decode step, some of whose requests wait.
+
+    Attributes:
+        request_ids: of all its requests.
+        places: of those that wait: their places in the step.
+        columns: C, the rows of each request.
+        seq_lens: [bs] int64, committed tokens before it.
+        output: what it has committed, bs·C rows.
+        lens: for each request how many of its rows count; None: the host does not know yet.
+    """
+
+    request_ids: tuple[str, ...]
+    places: dict[str, int]
+    columns: int
+    seq_lens: Tensor
+    output: CommittedOutput
+    lens: Sequence[int] | None
+
+
+class LateFeed:
+    """The decode steps that an algorithm was not fed, by request."""
+
+    def __init__(self) -> None:
+        self._steps: list[_Step] = []
+        self._rows: dict[str, int] = {}
+        self._untold: deque[_Step] = deque(maxlen=_UNTOLD)
+
+    @property
+    def waiting(self) -> Collection[str]:
+        """The requests that wait."""
+        return self._rows.keys()
+
+    def add(self, batch: Batch, output: CommittedOutput) -> bool:
+        """Let a decode step wait, whose output is kept.
+
+        Returns:
+            Whether so many rows of a request wait that they are to be fed.
+        """
+        ids = tuple(request.request_id for request in batch.requests)
+        columns = len(output.next_tokens) // len(ids)
+        step = _Step(
+            request_ids=ids,
+            places={each: place for place, each in enumerate(ids)},
+            columns=columns,
+            seq_lens=batch.seq_lens.clone(),
+            output=output,
+            lens=(1,) * len(ids) if columns == 1 else None,
+        )
+        self._steps.append(step)
+        self._untold.append(step)
+        rows = self._rows
+        for each in ids:
+            rows[each] = rows.get(each, 0) + columns
+        return max(rows[each] for each in ids) > _MOST_ROWS
+
+    def learn(self, request_ids: Sequence[str], accept_lens: Sequence[int]) -> None:
+        """Take how many rows of a step count. Steps are told in the order of ``add``."""
+        ids = tuple(request_ids)
+        while self._untold:
+            step = self._untold.popleft()
+            if step.request_ids == ids:  # else it was lost
+                step.lens = accept_lens
+                return
+
+    def leave(self, request_id: str) -> int:
+        """Forget what waits of a request; return how many tokens that is, as far as the host knows
+        that they were accepted."""
+        if self._rows.pop(request_id, None) is None:
+            return 0
+        tokens = 0
+        for step in self._steps:
+            place = step.places.pop(request_id, None)
+            if place is not None and step.lens is not None:
+                tokens += step.lens[place]
+        self._drop_empty()
+        return tokens
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._steps.clear()
+        self._rows.clear()
+        self._untold.clear()
+
+    def take(
+        self, batch: Batch, *, drafts_follow: bool = True
+    ) -> Iterator[tuple[Batch, CommittedOutput]]:
+        """Yield what brings the requests of a batch up to date, in order: batches of some of them
+        and what they are fed. It no longer waits then.
+
+        Several steps make up a prefill chunk of known widths, ``last_chunk``, without
+        ``chunk_ends`` or ``attention``. A step by itself is fed as it was.
+
+        Args:
+            batch: of the present step.
+            drafts_follow: whether the requests are drafted for now. Else their last step waits on,
+                so that what they are drafted from is made when they are.
+        """
+        places = {
+            request.request_id: place
+            for place, request in enumerate(batch.requests)
+            if request.request_id in self._rows
+        }
+        steps = [step for step in self._steps if not places.keys().isdisjoint(step.places)]
+        run: list[_Step] = []
+        for step in steps if drafts_follow else steps[:-1]:
+            if step.lens is not None:
+                run.append(step)
+                continue
+            yield from self._joined(run, batch, places)
+            yield from self._joined([step], batch, places)
+            run = []
+        yield from self._joined(run, batch, places)
+        self._drop_empty()
+
+    def _joined(
+        self, steps: Sequence[_Step], batch: Batch, places: dict[str, int]
+    ) -> Iterator[tuple[Batch, CommittedOutput]]:
+        """Yield what these steps, in order, have for the requests of a batch at ``places``."""
+        if not steps:
+            return
+        rows: dict[str, list[tuple[int, int]]] = {each: [] for each in places}
+        for number, step in enumerate(steps):
+            for each in step.places.keys() & places.keys():
+                rows[each].append((number, step.places.pop(each)))
+                self._count_off(each, step.columns)
+        wanted = [each for each, own in rows.items() if own]
+        part = _part(batch, [places[each] for each in wanted])
+        if len(steps) == 1:
+            yield _path(part, steps[0], [rows[each][0][1] for each in wanted])
+        else:
+            yield _chunk(part, steps, [rows[each] for each in wanted])
+
+    def _count_off(self, request_id: str, columns: int) -> None:
+        left = self._rows[request_id] - columns
+        if left:
+            self._rows[request_id] = left
+        else:
+            del self._rows[request_id]
+
+    def _drop_empty(self) -> None:
+        self._steps = [step for step in self._steps if step.places]
+
+
+def _part(batch: Batch, places: Sequence[int]) -> Batch:
+    """Return a batch of some of the requests."""
+    if len(places) == batch.size:
+        return batch
+    return sub_batch(batch, places, upload(places, batch.req_indices.device))
+
+
+def _path(batch: Batch, step: _Step, places: Sequence[int]) -> tuple[Batch, CommittedOutput]:
+    """Return what one step has for requests at these places of it."""
+    output, columns = step.output, step.columns
+    own = Batch(
+        mode=ForwardMode.DECODE,
+        requests=batch.requests,
+        req_indices=batch.req_indices.clone(),
+        seq_lens=step.seq_lens,
+        greedy=batch.greedy,
+    )
+    if list(places) == list(range(len(step.request_ids))):
+        return own, output
+    device = step.seq_lens.device
+    picked = upload(places, device)
+    own.seq_lens = step.seq_lens[picked]
+    order = torch.arange(columns, device=device)
+    rows = (picked.unsqueeze(1) * columns + order).view(-1)
+    accept_lens = output.accept_lens[picked]
+    return own, CommittedOutput(
+        next_tokens=output.next_tokens[rows],
+        own_tokens=output.own_tokens[rows],
+        per_node={name: tensor[rows] for name, tensor in output.per_node.items()},
+        last_rows=torch.arange(len(places), device=device) * columns + accept_lens - 1,
+        accept_lens=accept_lens,
+        bonus_tokens=output.bonus_tokens[picked],
+    )
+
+
+def _chunk(
+    batch: Batch, steps: Sequence[_Step], rows: Sequence[Sequence[tuple[int, int]]]
+) -> tuple[Batch, CommittedOutput]:
+    """Return what several steps have for requests, whose accepted lengths are known.
+
+    Args:
+        rows: for each request its steps, by number, and its place in each.
+    """
+    firsts = [0, *accumulate(len(step.output.next_tokens) for step in steps)]
+    first_requests = [0, *accumulate(len(step.request_ids) for step in steps)]
+    index: list[int] = []
+    widths: list[int] = []
+    for own in rows:
+        before = len(index)
+        for number, place in own:
+            step = steps[number]
+            assert step.lens is not None
+            first = firsts[number] + place * step.columns
+            index += range(first, first + step.lens[place])
+        widths.append(len(index) - before)
+    device = batch.req_indices.device
+    picked = upload(index, device)
+    last_rows, accept_lens, begins = upload(
+        [
+            [end - 1 for end in accumulate(widths)],
+            widths,
+            [first_requests[own[0][0]] + own[0][1] for own in rows],
+        ],
+        device,
+    )
+    outputs = [step.output for step in steps]
+    next_tokens = torch.cat([output.next_tokens for output in outputs])[picked]
+    own_batch = Batch(
+        mode=ForwardMode.PREFILL,
+        requests=batch.requests,
+        req_indices=batch.req_indices.clone(),
+        seq_lens=torch.cat([step.seq_lens for step in steps])[begins],
+        chunk_widths=tuple(widths),
+        first_chunk=(False,) * len(widths),
+        last_chunk=(True,) * len(widths),
+        greedy=batch.greedy,
+    )
+    names = [
+        name for name in outputs[0].per_node if all(name in output.per_node for output in outputs)
+    ]
+    return own_batch, CommittedOutput(
+        next_tokens=next_tokens,
+        own_tokens=torch.cat([output.own_tokens for output in outputs])[picked],
+        per_node={
+            name: torch.cat([output.per_node[name] for output in outputs])[picked] for name in names
+        },
+        last_rows=last_rows,
+        accept_lens=accept_lens,
+        bonus_tokens=next_tokens[last_rows],
+    )

@@ -1,0 +1,212 @@
+"""Late feeding: what does not draft is not fed until it does, and drafts as if it had been."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from specplug import (
+    LLM,
+    Batch,
+    CommittedOutput,
+    Draft,
+    DraftChoices,
+    DraftPlan,
+    Runtime,
+    SamplingParams,
+    hookimpl,
+)
+from specplug.speculative.hook_order import ForwardMode
+from specplug.speculative.late_feed import LateFeed
+from specplug.speculative.part import Part
+
+TEXT = "def area(width, height):\n    return width * height\n\n\ndef "
+PROMPTS = [TEXT, TEXT + "area(width, height):\n", "import os\nimport ", "class Shape:\n    def "]
+PARAMS = [
+    SamplingParams(max_tokens=70, ignore_eos=True),
+    SamplingParams(max_tokens=56, temperature=0.7, seed=5, ignore_eos=True),
+    SamplingParams(max_tokens=64, ignore_eos=True),
+    SamplingParams(max_tokens=40, temperature=1.0, top_k=20, seed=7, ignore_eos=True),
+]
+SMALL: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float64",
+    "max_total_tokens": 2048,
+    "draft_choice": "first",
+}
+
+
+class Turns:
+    """Has algorithms draft by turns of random lengths, nobody most of the time, and keeps what they
+    draft."""
+
+    def __init__(self, seed: int = 0, *, alike: bool = False) -> None:
+        self.random = random.Random(seed)
+        self.alike = alike
+        self.left: dict[str, tuple[int, int]] = {}
+        self.drafts: list[tuple[str, list[int]]] = []
+
+    @hookimpl
+    def plan_drafts(self, batch: Batch, choices: DraftChoices) -> DraftPlan:
+        names = [request.request_id for request in batch.requests]
+        who = tuple(self._turn("" if self.alike else name, len(choices.names)) for name in names)
+        return DraftPlan(who=who, most_nodes=choices.most_nodes)
+
+    def _turn(self, name: str, count: int) -> int:
+        who, left = self.left.get(name, (-1, 0))
+        if not left:
+            who = self.random.choice([*range(-1, count)])
+            left = self.random.choice([1, 2, 3, 6 if who >= 0 else 40])
+        self.left[name] = who, left - 1
+        return who
+
+    @hookimpl(wrapper=True)
+    def propose(self, runtime: Runtime, batch: Batch) -> Iterator[None]:
+        draft: Draft = yield  # type: ignore[misc]
+        if not batch.is_warm_up:
+            widths = draft.widths or (draft.width,) * batch.size
+            for request, tokens, width in zip(
+                batch.requests, draft.tokens.tolist(), widths, strict=True
+            ):
+                self.drafts.append((request.request_id, tokens[:width]))
+        return draft  # type: ignore[return-value]
+
+
+def drafts(algorithm: str, params: Any = PARAMS, **settings: Any) -> tuple[Turns, list[Any]]:
+    turns = Turns(alike=settings.pop("alike", False))
+    given = {**SMALL, **settings, "extensions": [turns]}
+    with LLM(speculative_algorithm=algorithm, **given) as llm:
+        outputs = llm.generate(PROMPTS, params)
+        llm.check_pool()
+    return turns, [output.token_ids for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [
+        ("NGRAM,EAGLE3", {}),
+        ("NGRAM,EAGLE3", {"disable_overlap_schedule": True}),
+        ("NGRAM,EAGLE3", {"alike": True, "page_size": 16}),
+        ("NGRAM:topk=3,tokens=9,EAGLE3:steps=3,topk=3,tokens=12", {"page_size": 4}),
+        ("EAGLE,MULTI_LAYER_EAGLE", {"chunked_prefill_size": 8, "enable_mixed_chunk": True}),
+        ("DFLASH,PEAGLE", {"page_size": 4}),
+        ("DSPARK,EAGLE3+NGRAM", {}),
+        ("NGRAM,EAGLE3", {"max_total_tokens": 224, "page_size": 4}),
+    ],
+)
+def test_drafts_are_those_of_one_fed_at_each_step(
+    algorithm: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specplug.debug.DEBUG", True)
+    late, tokens = drafts(algorithm, **settings)
+    monkeypatch.setattr(Part, "feed_late", lambda self: iter(()))
+    fed, expected = drafts(algorithm, **settings)
+    assert tokens == expected
+    assert late.drafts == fed.drafts
+    assert sum(len(draft) > 1 for _, draft in late.drafts) > 10
+
+
+class Second(Turns):
+    """Has the last algorithm draft for the second request alone, and nobody for the first."""
+
+    @hookimpl
+    def plan_drafts(self, batch: Batch, choices: DraftChoices) -> DraftPlan:
+        who = tuple(-1 if request.request_id == "0" else 1 for request in batch.requests)
+        return DraftPlan(who=who, most_nodes=choices.most_nodes)
+
+
+def test_pages_that_were_not_fed_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> tuple[list[Any], list[int]]:
+        second = Second()
+        given = {**SMALL, "extensions": [second], "page_size": 4}
+        with LLM(speculative_algorithm="NGRAM,EAGLE3", **given) as llm:
+            params = SamplingParams(max_tokens=50, ignore_eos=True)
+            (first,) = llm.generate([TEXT], params)
+            known = [*first.prompt_token_ids, *first.token_ids]
+            (again,) = llm.generate([known], params)
+            return second.drafts, [again.num_cached_tokens, len(known)]
+
+    late, (cached, known) = run()
+    assert known - 40 < cached < known - 4
+    monkeypatch.setattr(Part, "feed_late", lambda self: iter(()))
+    fed, (more, _) = run()
+    assert more > cached
+    assert late == fed
+
+
+class View:
+    def __init__(self, name: str) -> None:
+        self.request_id = name
+
+
+def step(late: LateFeed, names: str, columns: int, start: int) -> bool:
+    """Let a step of requests wait, the tokens of which count up from their positions."""
+    bs = len(names)
+    tokens = (start + torch.arange(columns)).repeat(bs)
+    batch = Batch(
+        mode=ForwardMode.DECODE,
+        requests=[View(name) for name in names],  # type: ignore[misc]
+        req_indices=torch.arange(1, bs + 1),
+        seq_lens=torch.full((bs,), start),
+    )
+    output = CommittedOutput(
+        next_tokens=tokens + 1,
+        own_tokens=tokens,
+        per_node={"hidden": tokens.unsqueeze(1).float()},
+        last_rows=torch.arange(bs) * columns,
+        accept_lens=torch.ones(bs, dtype=torch.int64),
+        bonus_tokens=torch.full((bs,), start + 1),
+    )
+    return late.add(batch, output)
+
+
+def batch_of(names: str) -> Batch:
+    return Batch(
+        mode=ForwardMode.DECODE,
+        requests=[View(name) for name in names],  # type: ignore[misc]
+        req_indices=torch.tensor([ord(name) for name in names]),
+        seq_lens=torch.zeros(len(names), dtype=torch.int64),
+    )
+
+
+def test_take_joins_steps_whose_lengths_are_known() -> None:
+    late = LateFeed()
+    step(late, "ab", 3, start=5)
+    late.learn("ab", [2, 1])
+    step(late, "ab", 1, start=7)
+    step(late, "bc", 4, start=8)
+    (chunk, output), (path, last) = late.take(batch_of("ba"))
+    assert [request.request_id for request in chunk.requests] == ["b", "a"]
+    assert chunk.chunk_widths == (2, 3)
+    assert chunk.seq_lens.tolist() == [5, 5]
+    assert output.own_tokens.tolist() == [5, 7, 5, 6, 7]
+    assert output.per_node["hidden"].flatten().tolist() == [5, 7, 5, 6, 7]
+    assert output.bonus_tokens.tolist() == [8, 8]
+    assert [request.request_id for request in path.requests] == ["b"]
+    assert path.req_indices.tolist() == [ord("b")]
+    assert last.own_tokens.tolist() == [8, 9, 10, 11]
+    assert set(late.waiting) == {"c"}
+
+
+def test_leave_tells_the_accepted_tokens_that_wait() -> None:
+    late = LateFeed()
+    step(late, "ab", 3, start=5)
+    step(late, "ab", 3, start=7)
+    late.learn("ab", [2, 1])
+    assert late.leave("a") == 2
+    assert late.leave("a") == 0
+    assert late.leave("b") == 1
+    assert not late.waiting
+
+
+def test_add_asks_for_a_feed_when_many_rows_wait() -> None:
+    late = LateFeed()
+    asked = [step(late, "a", 1, start=position) for position in range(33)]
+    assert asked == [False] * 32 + [True]
+    ((chunk, _),) = late.take(batch_of("a"), drafts_follow=False)
+    assert chunk.chunk_widths == (32,)
+    assert set(late.waiting) == {"a"}
