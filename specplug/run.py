@@ -311,12 +311,16 @@ def _allocate(loaded: Loaded, startup: Startup, opened: ExitStack) -> _Caches:
 
 def _serve(loaded: Loaded, caches: _Caches, startup: Startup, opened: ExitStack) -> Run:
     """Make what serves requests, and warm it up."""
-    config, spec, target = loaded.config, loaded.algorithm.config, loaded.runner.target
+    config, target = loaded.config, loaded.runner.target
+    specs = [*caches.runtime.every_config()]
     kv, cache = caches.kv, caches.prefix_cache
-    decode_instance = make_decode_instance(config, spec, target, kv, cache)
+    decode_instance = make_decode_instance(config, specs, target, kv, cache)
     if decode_instance is not None:
         opened.callback(decode_instance.close)
     engine = _make_engine(loaded, caches, decode_instance)
+    drafters = drafters_of(caches.runtime)
+    if loaded.choice is not None and loaded.ranks is not None:
+        loaded.ranks.notes = loaded.choice.share(caches.runtime, drafters)
     inputs = InputProcessor(
         config,
         target,
@@ -324,7 +328,7 @@ def _serve(loaded: Loaded, caches: _Caches, startup: Startup, opened: ExitStack)
         cache.pool,
         context_len=kv.context_len,
         outputs=caches.outputs.values(),
-        drafters=drafters_of(caches.runtime),
+        drafters=drafters,
     )
     if loaded.features["warm_up"] == ON:
         decodes, hooks = config.disaggregation != "prefill", loaded.algorithm.hooks
@@ -342,7 +346,7 @@ def _serve(loaded: Loaded, caches: _Caches, startup: Startup, opened: ExitStack)
             warm_up.run(startup.advance)
     prefill_loop = None
     if config.disaggregation == "prefill":
-        identity = identity_of(target, spec, config.page_size)
+        identity = identity_of(target, specs, config.page_size)
         prefill_loop = PrefillLoop(config, identity, engine, inputs, loaded.ranks)
         opened.callback(prefill_loop.close)
     return Run(

@@ -508,8 +508,16 @@ class SamplingParams:
             )
 
     def for_first_token(self) -> SamplingParams:
-        """Return these settings for the first token alone, which a prefill instance samples."""
-        return attrs.evolve(self, max_tokens=1, min_tokens=min(self.min_tokens, 1), n=1)
+        """Return these settings for the first token alone, which a prefill instance samples. It
+        drafts nothing, and may have none of the algorithms that a request can name."""
+        return attrs.evolve(
+            self,
+            max_tokens=1,
+            min_tokens=min(self.min_tokens, 1),
+            n=1,
+            speculative_algorithm=None,
+            max_draft_tokens=None,
+        )
 
     def seed_of(self, index: int) -> int | None:
         """Return the seed of a prompt's output of that index: ``seed + index``, within 64 bits."""

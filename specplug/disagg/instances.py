@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -27,9 +27,16 @@ NEEDS_ZMQ = "disaggregation needs pyzmq, which is not installed: pip install 'sp
 
 
 def make_decode_instance(
-    config: EngineConfig, spec: SpecConfig, target: Target, kv: KVPool, cache: PrefixCache
+    config: EngineConfig,
+    specs: Sequence[SpecConfig],
+    target: Target,
+    kv: KVPool,
+    cache: PrefixCache,
 ) -> DecodeInstance | None:
     """Make the decode instance of a run, bound at its address; None if its settings ask for none.
+
+    Args:
+        specs: of its algorithm, and of the parts that this one holds.
 
     Raises:
         UsageError: it cannot be bound, or pyzmq is missing.
@@ -49,7 +56,7 @@ def make_decode_instance(
         )
     return DecodeInstance(
         _zmq().bind(where, key=config.disaggregation_key),
-        identity_of(target, spec, config.page_size),
+        identity_of(target, specs, config.page_size),
         cache=cache,
         form=KVFormat(shapes=kv.shapes, dtype=target.dtype, vocab_size=target.vocab_size),
         most_away=config.max_running_requests,
@@ -84,16 +91,21 @@ def make_prefill_instance(
     return PrefillInstance(links, identity, prepare=prepare, submit=submit, abort=abort)
 
 
-def identity_of(target: Target, config: SpecConfig, page_size: int) -> Identity:
-    """Return the identity of an instance with this target and these settings."""
+def identity_of(target: Target, configs: Sequence[SpecConfig], page_size: int) -> Identity:
+    """Return the identity of an instance with this target.
+
+    Args:
+        configs: of its algorithm, and of the parts that this one holds.
+    """
+    drafts = (f"{each.algorithm} {folder_fingerprint(each.draft_model_path)}" for each in configs)
     assert target.fingerprint is not None, "the target was not to be identified"
     shape = target.kv_shape
     return Identity(
-        model=model_fingerprint(target.fingerprint, config.target_config),
+        model=model_fingerprint(target.fingerprint, configs[0].target_config),
         dtype=str(target.dtype).removeprefix("torch."),
         page_size=page_size,
         kv=(shape.num_layers, shape.num_kv_heads, shape.head_dim),
-        draft=f"{config.algorithm} {folder_fingerprint(config.draft_model_path)}".strip(),
+        draft=", ".join(map(str.strip, drafts)),
     )
 
 

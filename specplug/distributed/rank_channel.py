@@ -36,7 +36,8 @@ class _Kind(enum.IntEnum):
 
     HELLO: (rank, 0) and the token of the run, the first message of a connection.
     ALIVE: the sender is alive.
-    STEP: (number, rows) and a wish, the sender enters this step with so many rows.
+    STEP: (number, rows), a note, a line's end and a wish: the sender enters this step with so many
+        rows.
     DONE: (count, 0) the sender has nothing left to do, for the count-th time.
     CLOSED: the sender leaves.
     FAILED: (rank, 0) and the reason why that rank failed; no rank can go on.
@@ -58,7 +59,8 @@ class _Peer:
     """Another rank, and what it has said.
 
     Attributes:
-        steps: rows and wish by the number of each step that it has entered and this rank has not.
+        steps: rows, and the note and wish as they came, by the number of each step that it has
+            entered and this rank has not.
         done: how often it had nothing left to do.
         closed: whether it has left.
         heard: when it was last heard of.
@@ -98,7 +100,7 @@ class RankChannel:
         join_timeout: seconds for all ranks to come.
 
     Attributes:
-        wishes: of each rank in the step that was entered last.
+        wishes, notes: of each rank in the step that was entered last.
 
     Raises:
         UsageError: the address cannot be used, or the ranks differ in their facts.
@@ -120,6 +122,7 @@ class RankChannel:
         self.timeout = timeout
         self.failure: RankError | None = None
         self.wishes: tuple[str, ...] = ("",) * size
+        self.notes: tuple[str, ...] = ("",) * size
         self._changed = threading.Condition()
         self._number = 0
         self._done = 0
@@ -143,12 +146,13 @@ class RankChannel:
         """Whether another rank has entered the next step and waits for this one."""
         return any(self._number + 1 in peer.steps for peer in self._peers.values())
 
-    def agree(self, rows: int, wish: str = "") -> tuple[int, ...]:
+    def agree(self, rows: int, wish: str = "", note: str = "") -> tuple[int, ...]:
         """Enter the next step and wait until all ranks have.
 
         Args:
             rows: of this rank's pass.
             wish: how it is to be run, for the other ranks; ``wishes`` then has those of all.
+            note: one line that has nothing to do with the pass; ``notes`` then has those of all.
 
         Returns:
             The rows of each rank.
@@ -158,7 +162,8 @@ class RankChannel:
         """
         self.check()
         self._number += 1
-        self._tell(_Kind.STEP, self._number, rows, wish)
+        text = f"{note}\n{wish}"
+        self._tell(_Kind.STEP, self._number, rows, text)
         peers, began, warned = self._peers.values(), time.monotonic(), False
         with self._changed:
             while missing := [peer for peer in peers if self._number not in peer.steps]:
@@ -169,8 +174,9 @@ class RankChannel:
                     _warn_of_waiting(self.rank, missing[0].rank)
                 self._changed.wait(self.timeout)
             told = {peer.rank: peer.steps.pop(self._number) for peer in peers}
-        told[self.rank] = rows, wish
-        self.wishes = tuple(told[rank][1] for rank in range(self.size))
+        told[self.rank] = rows, text
+        texts = (told[rank][1].partition("\n") for rank in range(self.size))
+        self.notes, _, self.wishes = zip(*texts, strict=True)
         return tuple(told[rank][0] for rank in range(self.size))
 
     def rest(self, seconds: float) -> None:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,16 @@ from specplug.errors import RankError, SpecplugError
 
 _POLL = timedelta(seconds=0.5)
 _ABORT_SECONDS = 5.0
+
+
+class Notes(Protocol):
+    """What ranks tell one another with the steps that they enter, beside what a pass needs."""
+
+    def tell(self) -> str:
+        """Return what this rank has to tell, one line; "": nothing. Called at each step."""
+
+    def hear(self, notes: tuple[str, ...]) -> None:
+        """Take what the ranks have told at a step, in their order: the same in each of them."""
 
 
 class RankGroup:
@@ -38,6 +48,9 @@ class RankGroup:
         facts: what must be the same in all ranks, by name.
         timeout: seconds of silence after which a rank is taken for dead.
 
+    Attributes:
+        notes: what is told beside the steps; None: nothing. All ranks have some, or none has.
+
     Raises:
         UsageError: the address cannot be used, or the ranks differ in their facts.
         RankError: not all ranks came in time.
@@ -56,6 +69,7 @@ class RankGroup:
         self.rank = rank
         self.size = size
         self.device = device
+        self.notes: Notes | None = None
         self.channel = RankChannel(rank, size, address, facts, timeout=timeout)
         self._rows: tuple[int, ...] = (1,) * size
         self._resting = threading.Event()
@@ -107,7 +121,10 @@ class RankGroup:
         Returns:
             The wishes of all ranks, from which each must draw the same conclusion.
         """
-        self._rows = self.channel.agree(rows, wish)
+        notes = self.notes
+        self._rows = self.channel.agree(rows, wish, "" if notes is None else notes.tell())
+        if notes is not None and any(self.channel.notes):
+            notes.hear(self.channel.notes)
         return self.channel.wishes
 
     def pad(self, rows: int) -> None:

@@ -47,6 +47,12 @@ class PartHolder:
             part.close()
         self.parts.clear()
 
+    def every_config(self) -> Iterator[SpecConfig]:
+        """Yield the settings of the algorithm, and those of its parts and of theirs."""
+        yield cast("Runtime", self).config
+        for part in self.parts.values():
+            yield from cast(PartHolder, part.runtime).every_config()
+
     def part(self, algorithm: str | object, **settings: Any) -> Part:
         runtime = cast("Runtime", self)
         cast("Any", self).check_open("part")

@@ -96,13 +96,23 @@ class Pair:
     prefill: LLM
 
     @classmethod
-    def open(cls, both: dict[str, Any], *, decode: Any, prefill: Any, **of_prefill: Any) -> Pair:
-        """Two engines of one kind and two algorithms; ``of_prefill`` are settings of the one."""
+    def open(
+        cls,
+        both: dict[str, Any],
+        *,
+        decode: Any,
+        prefill: Any,
+        watch: object | None = None,
+        **of_prefill: Any,
+    ) -> Pair:
+        """Two engines of one kind and two algorithms; ``of_prefill`` are settings of the one, and
+        ``watch`` an extension of the other."""
         both = {"dtype": "float64", "max_total_tokens": 2048, **both}
         target = shallow_target()
         d = LLM(
             disaggregation="decode",
             disaggregation_address="tcp://127.0.0.1:*",
+            extensions=[] if watch is None else [watch],
             **target.options(decode),
             **both,
         )

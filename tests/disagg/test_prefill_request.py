@@ -41,9 +41,15 @@ VALUES: dict[str, Any] = {
 }
 """Of each setting one that is not its default. A new one of ``SamplingParams`` needs one here."""
 
-OF_THE_JOB = {"n": 1, "max_tokens": 1, "seed": 11}
-"""Settings that a job has its own of: one output of one token, and the seed that the request has
-got."""
+OF_THE_JOB = {
+    "n": 1,
+    "max_tokens": 1,
+    "seed": 11,
+    "speculative_algorithm": None,
+    "max_draft_tokens": None,
+}
+"""Settings that a job has its own of: one output of one token, for which nothing is drafted, and
+the seed that the request has got."""
 
 
 def travelled(**settings: Any) -> PrefillRequest:

@@ -10,12 +10,14 @@ import os
 import runpy
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
 import torch
+from draft_dice import Dice
 from runs_again import RunsAgain
 
 from specplug import (
@@ -122,6 +124,7 @@ class RankWorker:
     def __init__(self) -> None:
         self._llm: LLM | None = None
         self._wide = Wide()
+        self._dice = Dice()
         self._replays = 0
 
     @property
@@ -129,8 +132,15 @@ class RankWorker:
         assert self._llm is not None
         return self._llm
 
-    def open(self, **settings: Any) -> dict[str, Any]:
-        """Make the LLM; its configuration."""
+    def open(self, dice: int | None = None, **settings: Any) -> dict[str, Any]:
+        """Make the LLM; its configuration.
+
+        Args:
+            dice: seed of the dice that choose who drafts; None: none do.
+        """
+        self._dice = Dice(dice or 0)
+        if dice is not None:
+            settings["extensions"] = [self._dice]
         if settings.get("speculative_algorithm") == "WIDE":
             settings["speculative_algorithm"] = self._wide = Wide()
         if settings.get("speculative_algorithm") == "EARLY_EXIT":
@@ -190,6 +200,16 @@ class RankWorker:
     def seen(self) -> list[tuple[Any, ...]]:
         """What ``Wide`` has noted."""
         return self._wide.seen
+
+    def drafters(self) -> Counter[str]:
+        """How often each algorithm drafted for a request, as dice chose."""
+        return self._dice.drafters
+
+    def costs(self) -> tuple[bool, list[float], list[list[float]]]:
+        """What the choice of drafts knows of a step's cost: whether it was measured, the target's
+        seconds by rows, and the drafters'."""
+        costs = self.llm.run.choice.costs
+        return costs.is_measured, costs.curve(1, 0.0, 64).tolist(), costs.drafters.tolist()
 
     def parameters(self) -> int:
         """Of the target, as this rank has it."""

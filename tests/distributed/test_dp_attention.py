@@ -257,6 +257,55 @@ def test_tokens_are_those_of_one_process(
     assert same[1]["idle"] > 0
 
 
+SEVERAL: dict[str, dict[str, Any]] = {
+    "NGRAM,EAGLE3": {"chunked_prefill_size": 16},
+    "NGRAM:topk=3,tokens=9,EAGLE3:steps=3,topk=3,tokens=12": {
+        "page_size": 4,
+        "disable_overlap_schedule": True,
+        "enable_mixed_chunk": True,
+    },
+    "EAGLE3,STANDALONE": {"max_total_tokens": 160},
+    "SPARSE_SELF,NGRAM": {},  # drafts by passes in which the other rank takes part
+    "EAGLE3": {},
+}
+
+
+@pytest.mark.parametrize("choice", ["dice", "dice of rank 0", "measured"])
+@pytest.mark.parametrize("algorithm", SEVERAL)
+def test_whatever_each_rank_chooses_tokens_are_nones(
+    ranks: Ranks, with_drafts: Target, algorithm: str, choice: str
+) -> None:
+    own = {"dice": [{"dice": 1}, {"dice": 2}], "dice of rank 0": [{"dice": 1}, {}]}
+    settings = {**with_drafts.options(algorithm), "dtype": "float64", **SEVERAL[algorithm]}
+    ranks.begin(*own.get(choice, [{}, {}]), **settings, draft_choice="measured")
+    for process in ranks[:]:
+        process.answer()
+    for numbers in ((0, 1), ()), ((), (3, 1)):  # one rank is idle, then the other one
+        for answer, own_numbers in zip(
+            ranks.run(*(with_drafts.jobs(each) for each in numbers)), numbers, strict=True
+        ):
+            assert tokens(answer) == with_drafts.of(own_numbers)
+            assert own_numbers or set(answer[1]) == {"idle"}
+    many, few = ranks.run(with_drafts.jobs((0, 1, 2, 3, 4), stagger=2), with_drafts.jobs((2, 4)))
+    assert tokens(many) == with_drafts.tokens
+    assert tokens(few) == with_drafts.of((2, 4))
+    if choice == "dice":
+        names = {part.partition(":")[0] for part in algorithm.split(",") if part[0].isupper()}
+        assert [set(each) for each in ranks.all("drafters")] == [names | {"NONE"}] * 2
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_ranks_learn_the_same_costs(ranks: Ranks, with_drafts: Target, deterministic: bool) -> None:
+    """One that was idle from the beginning too: its clock, and that of others, says the same."""
+    options = with_drafts.options("NGRAM,EAGLE3")
+    ranks.open(**options, dtype="float64", deterministic_drafts=deterministic)
+    for loads in ((0, 1), ()), ((0, 1, 2, 3, 4), (2, 4)):
+        ranks.run(*(with_drafts.jobs(numbers, stagger=2) for numbers in loads))
+        one, other = ranks.all("costs")
+        assert one == other
+        assert one[0] == (not deterministic)
+
+
 def tokens(answer: Any) -> list[tuple[int, ...]]:
     """Of each request that ``RankWorker.run`` tells of; none has an error."""
     assert not any(error for _, error, _, _ in answer[0])

@@ -66,6 +66,21 @@ def test_who_comes_first_calls_the_others() -> None:
     close(channels)
 
 
+def test_notes_and_wishes_are_told_apart() -> None:
+    channels = join(range(2), 2)
+    for note, wish in ("", "a wish"), ("a note", ""), ("a note", "wish\nof two lines"):
+        all_of(
+            [
+                lambda note=note, wish=wish: channels[0].agree(1, wish, note),
+                lambda: channels[1].agree(2),
+            ]
+        )
+        for channel in channels:
+            assert channel.wishes == (wish, "")
+            assert channel.notes == (note, "")
+    close(channels)
+
+
 def test_a_rest_ends() -> None:
     channels = join(range(2), 2)
     began = time.monotonic()

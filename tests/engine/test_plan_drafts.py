@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from itertools import pairwise
 from typing import Any
 
 import pytest
+from draft_dice import Dice
 
 from specplug import (
     LLM,
@@ -44,37 +44,6 @@ SMALL: dict[str, Any] = {
     "max_total_tokens": 2048,
     "draft_choice": "first",
 }
-
-
-class Dice:
-    """Throws dice: who drafts for each request in each step, and how much."""
-
-    def __init__(self, seed: int = 0) -> None:
-        self.random = random.Random(seed)
-        self.reports: list[StepReport] = []
-        self.budgets: list[int | None] = []
-
-    @hookimpl
-    def plan_drafts(self, batch: Batch, choices: DraftChoices) -> DraftPlan:
-        assert not batch.is_warm_up
-        who = tuple(self.random.randint(-1, len(choices.names) - 1) for _ in choices.most_nodes)
-        if not self.random.randrange(4):
-            who = (who[0],) * len(who)
-        most = tuple(self.random.randint(1, most) for most in choices.most_nodes)
-        budget = self.random.choice([None, self.random.randint(len(most), sum(most))])
-        assert choices.takes_budget
-        plan = DraftPlan(who=who, most_nodes=most, verify_budget=budget)
-        self.budgets.append(choices.bound(plan).verify_budget)
-        return plan
-
-    @hookimpl
-    def on_step(self, report: StepReport) -> None:
-        self.reports.append(report)
-
-    @property
-    def drafters(self) -> Counter[str]:
-        """How often each drafted for a request."""
-        return Counter(name for report in self.reports for name in report.drafters)
 
 
 class Always(Dice):

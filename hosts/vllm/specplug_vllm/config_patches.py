@@ -17,7 +17,7 @@ from specplug_vllm.run_settings import (
     runs_on_v2,
     verifies_adaptively,
 )
-from specplug_vllm.v2.payoff import DraftWidths
+from specplug_vllm.v2.draft_widths import DraftWidths
 from specplug_vllm.versions import CHOSEN_RUNNER, runner_v2_is_wanted
 
 

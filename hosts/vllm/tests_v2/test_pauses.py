@@ -9,30 +9,20 @@ import pytest
 from hosted_engines import FORMS, Engines
 
 from specplug_vllm.v2 import runner_patches
-from specplug_vllm.v2.payoff import DecodeStep, DraftWidths, Payoff
+from specplug_vllm.v2.draft_widths import DraftWidths
 from specplug_vllm.v2.step_hooks import StepHooks
 
 FASTER = {"draft_when": "faster"}
 
 
-class Always(Payoff):
-    """Drafts in all steps."""
-
-    drafts = True
-
-
-class EveryOther(Payoff):
+class EveryOther:
     """Drafts in three steps, then not in three; nothing is measured."""
 
     asked = 0
 
-    @property
-    def drafts(self) -> bool:
+    def __call__(self, num_requests: int, most: int) -> bool:
         self.asked += 1
         return self.asked % 6 < 3
-
-    def observe(self, step: DecodeStep, seconds: float) -> None:
-        """Learn nothing."""
 
 
 @pytest.mark.parametrize("algorithm", FORMS)
@@ -46,18 +36,17 @@ def test_tokens_are_plain_with_pauses(
     hosted = engines(algorithm, FORMS[algorithm], FASTER)
     scheduler, drafter = hosted.core.scheduler, hosted.drafter
     assert isinstance(scheduler.dynamic_sd_lookup, DraftWidths)
-    ways: list[Any] = []
-    monkeypatch.setattr(scheduler.dynamic_sd_lookup, "_of", lambda requests: ways[-1])
+    every_other = EveryOther()
     drafted = []
     # Pauses first: what they do not write, another run has not left there.
-    for way in (EveryOther(""), Always("")):
-        ways.append(way)
+    for way in (every_other, lambda num_requests, most: True):
         with monkeypatch.context() as patch:
+            patch.setattr(scheduler.dynamic_sd_lookup, "_drafts", way)
             drafted.append(drafts_of(patch))
             assert hosted.generate(prompts, max_tokens=32) == plain
         assert drafter.undrafted == 0
     pausing, always = drafted
-    assert ways[0].asked > 6
+    assert every_other.asked > 6
     if algorithm != "NGRAM":  # which knew nothing at first
         both = always.keys() & pausing.keys()
         assert len(both) > 10

@@ -16,6 +16,10 @@ class Costs:
     clock: a run could not be repeated step by step, and the ranks of one target, which draft
     separately, would draft differently.
 
+    They decide after drafting, by what each node is worth; the core's choice of drafts decides
+    before. With that choice in their place, 8 prompts of the default model on one thread gave 0.89
+    to 0.99 times the tokens a second (medians of 5 interleaved rounds, shared machine).
+
     Attributes:
         request: the time of each request after the first.
         node: the time of each drafted node.

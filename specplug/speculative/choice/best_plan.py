@@ -23,7 +23,7 @@ Array = np.ndarray
 
 _LEAST = np.array([1e-300, 0.08, 0.25, 0.45, 0.65, 0.85])
 """Survivals from which on nodes are taken, in the ways to choose that are compared."""
-_MARGIN = 1.015
+MARGIN = 1.015
 """How much better drafts have to look than none: the best of many estimates is mostly one that is
 too good."""
 _MOST_SETS = 6
@@ -111,7 +111,7 @@ def best_plan(survival: Array, costs: Costs, rate: float) -> Plan:
     bs = len(survival)
     plain = plain_plan(bs, costs)
     found = _for_one(survival[0], costs) if bs == 1 else _for_many(survival, costs, rate)
-    return found if found is not None and found.rate > _MARGIN * plain.rate else plain
+    return found if found is not None and found.rate > MARGIN * plain.rate else plain
 
 
 def _for_one(survival: Array, costs: Costs) -> Plan | None:

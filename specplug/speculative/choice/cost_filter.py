@@ -113,9 +113,32 @@ class CostFilter:
             self._count(missed, most, expected, weights, part)
             missed = min(max(missed, -most), most)
         gain = towards / variance
-        self.costs = np.maximum(costs + gain * missed, 1e-6 * costs[0])
+        moved = costs + gain * missed
+        if (moved < 1e-6 * costs[0]).any():
+            moved = self._moved(weights, missed, (noise * expected) ** 2)
+        self.costs = moved
         self._spread -= np.outer(gain, towards)
         self._bound()
+
+    def _moved(self, weights: Array, missed: float, noise: float) -> Array:
+        """Return the costs after a step whose time missed the expected one by so much. None gets
+        negative: what one cannot take is left to those that can, so that their sum does not end
+        farther off than it was.
+
+        Args:
+            noise: the variance of a step's time.
+        """
+        costs, least, free = self.costs, 1e-6 * self.costs[0], np.ones(len(weights), dtype=bool)
+        for _ in range(4):
+            towards = self._spread @ (weights * free) * free
+            held = float(weights @ (np.where(free, costs, least) - costs))
+            gain = towards / (float(weights @ towards) + noise)
+            moved: Array = np.where(free, costs + gain * (missed - held), least)
+            if (moved >= least).all():
+                return moved
+            free &= moved > least
+        cut: Array = np.maximum(moved, least)
+        return cut
 
     def _is_as_expected(self, ratio: float, part: int) -> bool:
         """Return whether a time tells nothing new, and is not the one of some that count all the

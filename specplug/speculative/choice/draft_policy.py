@@ -8,7 +8,14 @@ import attrs
 import numpy as np
 
 from specplug.speculative.choice.acceptance import Acceptance
-from specplug.speculative.choice.best_plan import Costs, Plan, best_plan, plain_plan
+from specplug.speculative.choice.best_plan import (
+    MARGIN,
+    Costs,
+    Plan,
+    best_plan,
+    plain_plan,
+    planned,
+)
 from specplug.speculative.choice.step_cost import StepCosts, StepWork
 from specplug.speculative.choice.trials import Trials, hope
 
@@ -73,6 +80,7 @@ class DraftPolicy:
         # Nothing is to be estimated of those whose drafts are known before they are made.
         self._is_known = np.zeros(algorithms, dtype=bool)
         self._step = 0
+        self._forgets = True
         self._rate = 0.0
         self._reach = np.arange(1, depth + 1)
 
@@ -121,11 +129,38 @@ class DraftPolicy:
         hopeful = _with_known(self.acceptance.hopeful(rows, hope(ages)), known) * able
         return self._trials.mended(plan, survival, hopeful[:, :, :depth], ages, costs)
 
+    def plan_alike(
+        self, request_ids: Sequence[str], depth: int, *, goes_on: bool, turns: float = 1.0
+    ) -> Plan:
+        """Return the plan of a turn, steps in which the only algorithm drafts equally deep for all
+        requests, or for none: for a host that can do no more.
+
+        Args:
+            request_ids: of the n requests.
+            depth: how deep, at least 1.
+            goes_on: whether the last turn had drafts.
+            turns: how many turns it takes to try the slower way.
+        """
+        self._step += 1
+        self._forgets = False  # the slower way is tried when that is paid for, however bad it was
+        rows = np.array([self._row(each) for each in request_ids], dtype=np.int64)
+        bs = len(rows)
+        costs = Costs.of(self.costs, bs, 0.0, bs * depth, self._filled)
+        # Bad luck of few requests is no reason to stop.
+        survival = self.acceptance.hopeful(rows, np.full((bs, 1), float(goes_on)))[:, :, :depth]
+        everyone = np.zeros(bs, dtype=np.int64)
+        drafting = planned(everyone, np.full(bs, depth), survival, costs)
+        plain = plain_plan(bs, costs)
+        best, other = drafting, plain
+        if drafting.rate < MARGIN * plain.rate:
+            best, other = plain, drafting
+        return other if self._trials.slower_is_due(best, other, turns) else best
+
     def observe(self, outcome: StepOutcome) -> None:
         """Learn from a step: what was accepted, and what it took."""
         # A request that has ended is forgotten before its last step is told.
         rows = np.array([self._rows.get(each, -1) for each in outcome.request_ids], dtype=np.int64)
-        if self._step % _FADED == 0:
+        if self._forgets and self._step % _FADED == 0:
             self.acceptance.fade(rows[rows >= 0], _FADED)
         drafted = (outcome.who >= 0) & (outcome.asked > 0) & (rows >= 0)
         drafted &= ~self._is_known[outcome.who]

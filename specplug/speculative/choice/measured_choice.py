@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING
 
 import attrs
@@ -15,6 +15,7 @@ from specplug.hookspecs import hookimpl
 from specplug.speculative.choice.benefit import Benefit, TakenSteps
 from specplug.speculative.choice.draft_policy import DraftPolicy, StepOutcome
 from specplug.speculative.choice.foresight import Foresight
+from specplug.speculative.choice.rank_costs import RankCosts
 from specplug.speculative.choice.step_cost import CPU_COSTS, GPU_COSTS, StepCosts
 from specplug.speculative.draft_plan import NOBODY, DraftChoices, DraftPlan, ForeseenDrafts
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 _DEEPEST = 63
 """The most nodes after the root that are planned for a request."""
+_NOTHING = StepOutcome(request_ids=(), who=(), asked=(), nodes=(), accepted=())
+"""Of a step in which no request decoded."""
 _ON_DEVICE = "propose", "target", "verify", "extend", "receive"
 """Parts of ``StepReport.seconds`` that a device with a clock of its own takes."""
 
@@ -70,11 +73,32 @@ class MeasuredChoice:
         self._names: tuple[str, ...] = ()
         self._launched: deque[_Launched] = deque(maxlen=_MOST_LAUNCHED)
         self._on_cpu = True
+        self._ranks: RankCosts | None = None
+
+    def share(self, runtime: Runtime, drafters: Mapping[str, int]) -> RankCosts:
+        """Begin a run of several ranks, before its first step.
+
+        Args:
+            drafters: the algorithms that can draft, and the most nodes of each one's drafts.
+
+        Returns:
+            What is to be told to the other ranks, and heard of them.
+        """
+        policy = self._start(runtime, tuple(drafters), tuple(drafters.values()))
+        self._ranks = RankCosts(policy.costs)
+        return self._ranks
+
+    @property
+    def costs(self) -> StepCosts | None:
+        """Of a step, as learned so far; None before the first one."""
+        return None if self._policy is None else self._policy.costs
 
     @hookimpl
     def plan_drafts(self, runtime: Runtime, batch: Batch, choices: DraftChoices) -> DraftPlan:
         """Return the plan of a step."""
-        policy = self._policy or self._start(runtime, choices)
+        policy = self._policy or self._start(
+            runtime, choices.names, choices.num_draft_tokens, choices.foreseen
+        )
         ids = tuple(request.request_id for request in batch.requests)
         context = float(sum(len(request.token_ids) for request in batch.requests))
         foreseen = {a: each for a, each in enumerate(choices.foreseen) if each.is_told}
@@ -100,7 +124,11 @@ class MeasuredChoice:
     @hookimpl
     def on_step(self, report: StepReport) -> None:
         """Learn from a step."""
-        if self._policy is None or not report.decode_ids:
+        if self._policy is None:
+            return
+        if not report.decode_ids:
+            if self._ranks is not None:
+                self._ranks.note(self._policy.work_of(_NOTHING), None, None)
             return
         index = {name: place for place, name in enumerate(self._names)}
         who = [index.get(name, NOBODY) for name in report.drafters]
@@ -121,6 +149,10 @@ class MeasuredChoice:
             draft_seconds=self._draft_seconds(report, launched),
         )
         self.taken.add(outcome, sum(report.accept_lens))
+        if self._ranks is not None:  # what it cost is learnt from what all ranks tell
+            work = self._policy.work_of(outcome)
+            self._ranks.note(work, outcome.seconds, outcome.draft_seconds)
+            outcome = attrs.evolve(outcome, seconds=None)
         self._policy.observe(outcome)
 
     @property
@@ -148,19 +180,27 @@ class MeasuredChoice:
             self._policy.heard(names, algorithm, asked=most, right=right)
         return foresight.expect(foreseen.scores.numpy())
 
-    def _start(self, runtime: Runtime, choices: DraftChoices) -> DraftPolicy:
-        """Return the policy of the run, whose algorithms the first step tells."""
+    def _start(
+        self,
+        runtime: Runtime,
+        names: tuple[str, ...],
+        num_draft_tokens: tuple[int, ...],
+        foreseen: tuple[ForeseenDrafts, ...] = (),
+    ) -> DraftPolicy:
+        """Return the policy of the run. What ``foreseen`` tells of is declared to cost what text
+        that is looked up does."""
         self._on_cpu = runtime.device.type == "cpu"
-        self._names = choices.names
-        self._foresights = [Foresight() for _ in choices.names]
+        self._names = names
+        self._foresights = [Foresight() for _ in names]
         declared = CPU_COSTS if self._on_cpu else GPU_COSTS
+        told = {a for a, each in enumerate(foreseen) if each.is_told}
         costs = StepCosts(
-            len(choices.names),
-            [declared.of_text() if each.is_told else declared for each in choices.foreseen],
+            len(names),
+            [declared.of_text() if a in told else declared for a in range(len(names))],
             padded=not self._on_cpu,
             is_fixed=self._deterministic,
         )
-        depth = min(_DEEPEST, max(2, *choices.num_draft_tokens) - 1)
+        depth = min(_DEEPEST, max(2, *num_draft_tokens) - 1)
         self._policy = DraftPolicy(costs, depth)
         return self._policy
 

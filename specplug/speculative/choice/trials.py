@@ -31,6 +31,8 @@ _FRESH = 4
 """Steps for which an algorithm is known as well as it can be."""
 _DEPTHS = 3, 1
 """How deep a trial drafts at most: the first that can be paid for."""
+_REST = 5
+"""Turns between two trials of the slower way, where a turn drafts for all or for none."""
 _FEW, _FIRST = 8, 32
 """Requests up to which trials are looked for in each of the first steps; else in every fourth."""
 
@@ -45,6 +47,7 @@ class Trials:
     def __init__(self) -> None:
         self.credit = -1.0  # before the first step
         self._plain_age = 0.0
+        self._drafted = True
         self._step = 0
 
     def earn(self, plan: Plan) -> None:
@@ -71,6 +74,28 @@ class Trials:
             return False
         hoped = _NEAR + doubt() * (1.0 + self._plain_age / _PLAIN_PATIENCE)
         if hoped < 0.99 and plain.rate / (1.0 - hoped) < plan.rate:
+            return False
+        self.credit -= lost
+        self._plain_age = 0.0
+        return True
+
+    def slower_is_due(self, best: Plan, other: Plan, turns: float) -> bool:
+        """Return whether this turn takes the slower one of two ways, all that there are; it is paid
+        for then. What it costs is saved for, however much that is.
+
+        Args:
+            turns: how many turns a trial takes.
+        """
+        share, drafts = _PRICE * best.tokens, bool(best.depths.any())
+        if self.credit < 0:
+            self.credit = _FIRST_STEPS * best.tokens**0.5
+        elif drafts != self._drafted:
+            self.credit = 0.0  # what has just become the slower way is known
+        self._drafted = drafts
+        lost = turns * (best.rate * other.seconds - other.tokens)
+        self.credit = max(self.credit, min(self.credit + share, max(_SAVED * share, lost)))
+        self._plain_age += 1.0
+        if self._plain_age < _REST or lost > self.credit:
             return False
         self.credit -= lost
         self._plain_age = 0.0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from draft_simulator import Machine, best_fixed, plain, simulate
 
-from specplug.speculative.choice.draft_policy import DraftPolicy
+from specplug.speculative.choice.draft_policy import DraftPolicy, StepOutcome
 from specplug.speculative.choice.step_cost import CPU_COSTS, StepCosts
 
 DRAFTERS = ((1e-3, 8e-4, 0.0, 1e-5), (1e-3, 8e-4, 0.0, 1e-5))
@@ -120,3 +120,30 @@ def test_draft_that_is_known_counts_more_than_averages() -> None:
     known = policy.plan(["a"], most, 0.0, {1: sure})
     assert (known.who.tolist(), known.depths.tolist()) == ([1], [3])
     assert [policy.plan(["a"], most, 0.0, {1: absent}).who[0] for _ in range(8)].count(1) == 0
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize(("seconds", "pays"), [(1.4, True), (6.0, False)])
+def test_all_or_none_draft_by_what_steps_gave(seconds: float, pays: bool, goes_on: bool) -> None:
+    """Four requests, of whose five drafted tokens three are taken: 4 tokens for 1.4 or 6 plain
+    steps. The other way is tried now and then."""
+    policy = DraftPolicy(StepCosts(1, CPU_COSTS, padded=False), 5)
+    names, drafted = list("abcd"), []
+    for turn in range(400):
+        drafts = bool(policy.plan_alike(names, 5, goes_on=goes_on).depths.any()) ^ (turn == 3)
+        drafted.append(drafts)
+        policy.observe(
+            StepOutcome(
+                request_ids=names,
+                who=[0 if drafts else -1] * 4,
+                asked=[5 * drafts] * 4,
+                nodes=[5 * drafts] * 4,
+                accepted=[3 * drafts] * 4,
+                seconds=seconds if drafts else 1.0,
+            )
+        )
+    settled = drafted[40:]
+    assert (np.mean(settled) > 0.95) == pays
+    assert (np.mean(settled) < 0.05) != pays
+    assert any(settled), "it is tried again"
+    assert not all(settled)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
-from specplug.speculative.choice.step_cost import CPU_COSTS, StepCosts, StepWork
+from specplug.speculative.choice.step_cost import CPU_COSTS, GPU_COSTS, StepCosts, StepWork
 
 
 def work(rows: int, bs: int = 1, depth: int = 0) -> StepWork:
@@ -50,6 +52,22 @@ def test_single_outlier_moves_costs_little() -> None:
         costs.observe(work(1), 0.004)
     costs.observe(work(1), 0.4)
     assert costs.seconds(work(1)) == pytest.approx(0.004, rel=0.1)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_times_far_below_are_not_overshot(trusted: bool) -> None:
+    """Some costs cannot fall as far as they would: the others take the rest."""
+    costs = StepCosts(1, GPU_COSTS, padded=True)
+    for _ in range(48):
+        costs.observe(work(192, bs=32, depth=5), 5.0)
+    errors = [abs(costs.seconds(work(32, bs=32)) - 1.0)]
+    for _ in range(16):
+        costs.observe(work(32, bs=32), 1.0, trusted=trusted)
+        errors.append(abs(costs.seconds(work(32, bs=32)) - 1.0))
+        curve = costs.curve(32, 0.0, 512)[32:]
+        assert (np.diff(curve) >= 0).all(), "more rows never cost less"
+    assert all(after <= before + 0.01 for before, after in pairwise(errors))
+    assert errors[-1] < 0.02
 
 
 def test_drafting_is_learned_apart() -> None:

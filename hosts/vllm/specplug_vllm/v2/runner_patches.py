@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from specplug_vllm.run_settings import pauses
-from specplug_vllm.v2.payoff import DraftWidths
+from specplug_vllm.v2.draft_widths import DraftWidths
 from specplug_vllm.v2.step import decode_step
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specplug.speculative.host_copy import upload
 from specplug_vllm.v1.step_rows import ranges
-from specplug_vllm.v2.payoff import DecodeStep
+from specplug_vllm.v2.draft_widths import DecodeStep
 
 _WARM_UP = "_warmup_", "_v2_mixed_warmup"
 """How the ids of the requests begin with which vLLM warms itself up."""
@@ -185,5 +185,5 @@ def decode_step(scheduler_output: Any, runner_output: Any) -> DecodeStep | None:
     width = len(next(iter(drafted.values()))) if len(drafted) == count else 0
     if scheduler_output.total_num_scheduled_tokens != count * (1 + width):
         return None
-    got = sum(map(len, runner_output.sampled_token_ids))
-    return DecodeStep(count, width > 0, got) if got else None
+    accepted = tuple(len(tokens) - 1 for tokens in runner_output.sampled_token_ids)
+    return DecodeStep(width, accepted) if len(accepted) == count and min(accepted) >= 0 else None

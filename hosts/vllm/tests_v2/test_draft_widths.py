@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specplug_vllm.v2.payoff import DecodeStep, DraftWidths
+from specplug_vllm.v2.draft_widths import DecodeStep, DraftWidths
 
 DRAFTED = 5
 REQUESTS = 32
@@ -46,19 +46,24 @@ class Clock:
             drafts = self._ahead.popleft()
             seconds = self.drafting if drafts else self.plain
             self.now += seconds * (10 if stalls and step % stalls == 0 else 1)
-            got = self._taken() if drafts else self.requests
-            self.tokens += got / self.requests
+            got = self._taken() if drafts else [1] * self.requests
+            self.tokens += sum(got) / self.requests
             self.drafted += drafts
-            self.widths.note(DecodeStep(self.requests, drafts, round(got)), self.now)
+            accepted = tuple(each - 1 for each in got)
+            self.widths.note(DecodeStep(DRAFTED * drafts, accepted), self.now)
 
-    def _taken(self) -> float:
-        if self.luck is None:
-            return self.taken * self.requests
-        return sum(self.luck(self.taken) for _ in range(self.requests))
+    def _taken(self) -> list[int]:
+        if self.luck is not None:
+            return [self.luck(self.taken) for _ in range(self.requests)]
+        total = round(self.taken * self.requests)
+        return [
+            total * (i + 1) // self.requests - total * i // self.requests
+            for i in range(self.requests)
+        ]
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.floats(0.5, 8.0), st.floats(1.0, 6.0))
+@given(st.floats(1.0, 8.0), st.floats(1.0, 6.0))
 def test_no_slower_than_the_better_way(cost: float, taken: float) -> None:
     clock = Clock(1.0, cost, taken)
     clock.run(1000)  # the first trials
@@ -96,15 +101,15 @@ def test_the_luck_of_few_requests_changes_nothing(requests: int, seed: int) -> N
     assert clock.drafted > 0.9 * 2000
 
 
-@pytest.mark.parametrize(("requests", "within"), [(1, 120), (REQUESTS, 60)])
-def test_what_changes_is_found_out(requests: int, within: int) -> None:
+@pytest.mark.parametrize("requests", [1, 3, REQUESTS])
+def test_what_changes_is_found_out(requests: int) -> None:
     clock = Clock(1.0, 1.4, 3.0, requests)
     clock.run(8000)
     clock.taken = 1.0
-    clock.run(within)
+    clock.run(60)
     clock.drafted = 0
-    clock.run(50)
-    assert clock.drafted == 0
+    clock.run(1000)
+    assert clock.drafted < 60  # but for trials
     clock.taken = 3.0
     clock.run(2000)
     clock.drafted = 0
@@ -126,7 +131,7 @@ def test_batches_of_other_sizes_are_judged_apart() -> None:
             for _ in range(3):  # in which drafts cost the larger batch too much
                 drafts = widths[requests] > 0
                 now += 1 + 2 * (drafts and requests == 40)
-                widths.note(DecodeStep(requests, drafts, requests * (1 + drafts)), now)
+                widths.note(DecodeStep(DRAFTED * drafts, (int(drafts),) * requests), now)
     assert (widths[2], widths[3], widths[40], widths[63]) == (DRAFTED, DRAFTED, 0, 0)
 
 
@@ -134,5 +139,5 @@ def test_steps_with_prompts_are_not_measured() -> None:
     widths = DraftWidths([DRAFTED] * 65)
     for step in range(400):
         widths.note(None, 2.0 * step)
-        widths.note(DecodeStep(8, widths[8] > 0, 8), 2.0 * step + 1)
+        widths.note(DecodeStep(widths[8], (0,) * 8), 2.0 * step + 1)
     assert widths[8] == DRAFTED  # nothing is known
