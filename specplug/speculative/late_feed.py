@@ -8,7 +8,7 @@ device: how many tokens a step has accepted is told when the host knows it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import attrs
@@ -248,16 +248,22 @@ def _chunk(
         last_chunk=(True,) * len(widths),
         greedy=batch.greedy,
     )
-    names = [
-        name for name in outputs[0].per_node if all(name in output.per_node for output in outputs)
-    ]
     return own_batch, CommittedOutput(
         next_tokens=next_tokens,
         own_tokens=torch.cat([output.own_tokens for output in outputs])[picked],
-        per_node={
-            name: torch.cat([output.per_node[name] for output in outputs])[picked] for name in names
-        },
+        per_node=_joined_outputs([output.per_node for output in outputs], picked),
         last_rows=last_rows,
         accept_lens=accept_lens,
         bonus_tokens=next_tokens[last_rows],
     )
+
+
+def _joined_outputs(outputs: Sequence[Mapping[str, Tensor]], rows: Tensor) -> dict[str, Tensor]:
+    """Return what several steps have of each row. What they have not alike is left out: what
+    requests want, as log-probabilities, has as many columns as those of the step wanted."""
+    first, *others = outputs
+    return {
+        name: torch.cat([each[name] for each in outputs])[rows]
+        for name, tensor in first.items()
+        if all(name in each and each[name].shape[1:] == tensor.shape[1:] for each in others)
+    }
