@@ -2,7 +2,7 @@
 
 All that need no draft model take part, since they cost little where they do not draft; but none
 that drafts with the target's own layers, whose passes pay in long contexts alone. Each draft model
-reads every committed token, whoever drafts, and takes memory; so only one takes part, the one with
+takes memory, and is fed what it has missed before it drafts; so only one takes part, the one with
 the greatest speed-up that is declared for the target (``AlgorithmInfo.speed_ups``).
 docs/choice.md has the figures.
 """

@@ -12,7 +12,6 @@ import numpy as np
 
 from specplug.speculative.choice.best_plan import Costs, plain_plan, planned
 from specplug.speculative.choice.draft_policy import DraftPolicy, StepOutcome
-from specplug.speculative.choice.step_cost import StepWork
 
 _MOST_DOUBT = 0.2
 """The standard deviation of a plain step's time, as a share, from which on it is not known."""
@@ -102,8 +101,9 @@ class TakenSteps:
             policy: of the run.
             names: of its algorithms.
         """
-        known = {bs: sums for bs, sums in self._sums.items() if _doubt(policy, bs) < _MOST_DOUBT}
-        if not known or not policy.costs.is_measured:
+        costs = policy.costs
+        known = {bs: sums for bs, sums in self._sums.items() if costs.plain_doubt(bs) < _MOST_DOUBT}
+        if not known or not costs.is_measured:
             return None
         plain = sum(s.tokens / bs * _plain_seconds(policy, bs, s) for bs, s in known.items())
         survival, counts = policy.acceptance.of_the_run
@@ -121,20 +121,6 @@ class TakenSteps:
         if 2 * took <= sum(sums.seconds for sums in self._sums.values()):
             return None
         return sum(s.tokens / bs * median(s.plain) for bs, s in seen.items()) / took
-
-
-def _doubt(policy: DraftPolicy, bs: int) -> float:
-    nothing = np.zeros(policy.costs.algorithms)
-    work = StepWork(
-        bs=bs,
-        rows=bs,
-        context=0.0,
-        ragged=False,
-        depths=nothing,
-        requests=nothing,
-        nodes=nothing,
-    )
-    return policy.costs.doubt(work)
 
 
 def _costs(policy: DraftPolicy, bs: int, sums: StepSums, depth: int) -> Costs:
