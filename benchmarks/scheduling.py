@@ -223,7 +223,10 @@ class Bench:
         plain = Registry().select("NONE")
         hooks = HookCalls(build_plugin_manager(plain, (), CoreDefaults()), plain)
         unused: Any = None
-        order: Any = SimpleNamespace(calibration=Calibration(case.running + 1, CPU))
+        order: Any = SimpleNamespace(
+            calibration=Calibration(case.running + 1, CPU),
+            learn=lambda request_ids, accept_lens: None,
+        )
         self.engine = Engine(
             scheduler=scheduler,
             steps=ReadySteps(runner, kv, sampler, order, unused),

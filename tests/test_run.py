@@ -54,8 +54,9 @@ def test_settings_are_all_handed_to_a_part(
     reads: set[str], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A start reads each of them: of one engine, of two instances, of a rank, and on a GPU."""
+    given: dict[str, Any] = {"model": tiny_model, "device": "cpu", "draft_choice": "measured"}
     for disaggregation in (None, "both"):
-        LLM(NotedConfig(model=tiny_model, device="cpu", disaggregation=disaggregation)).close()
+        LLM(NotedConfig(**given, disaggregation=disaggregation)).close()
     monkeypatch.setattr("specplug.distributed.rank_group.RankGroup", lambda *_, **__: None)
     address = {"dp_address": "127.0.0.1:1", "enable_dp_attention": True}
     join_ranks(NotedConfig(dp_size=2, **address), torch.device("cpu"), {})
