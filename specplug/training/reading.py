@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkContext, ForkProcess
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 
@@ -62,8 +61,8 @@ def read_ahead(
     if not lengths:
         return []
     begun = time.monotonic()
-    shared = _Shared.like(compute(0), lengths, most_bytes)
-    total = len(shared.rows)
+    rows = _shared_rows(compute(0), lengths, most_bytes)
+    total = len(rows)
     context: ForkContext = multiprocessing.get_context("fork")
     taken, done = context.Value("q", 0), context.Value("q", 0)
 
@@ -76,7 +75,7 @@ def read_ahead(
                     return
                 taken.value += 1
             for name, each in compute(index).items():
-                shared.rows[index][name].copy_(each)
+                rows[index][name].copy_(each)
             with done.get_lock():
                 done.value += 1
 
@@ -92,7 +91,7 @@ def read_ahead(
         for process in processes:
             process.kill()
             process.join()
-    return shared.rows[: taken.value]
+    return rows[: taken.value]
 
 
 def _guarded(work: Callable[[], None]) -> None:
@@ -125,28 +124,17 @@ def _wait(processes: Sequence[ForkProcess], tell: Callable[[], None]) -> None:
         running = [each for each, code in zip(running, codes, strict=True) if code is None]
 
 
-@attrs.frozen(eq=False)
-class _Shared:
-    """Tensors of rows in memory that forks share.
-
-    Attributes:
-        rows: the features of each, by name.
-    """
-
-    rows: list[Features]
-
-    @classmethod
-    def like(cls, first: Features, lengths: Sequence[int], most_bytes: int) -> _Shared:
-        """Make room for rows whose features are as those of the first one are, but for their
-        lengths."""
-        a_token = sum(each.nbytes for each in first.values()) // lengths[0]
-        ends = torch.tensor(lengths).cumsum(0)
-        count = max(1, int((ends * a_token <= most_bytes).sum()))
-        tokens = int(ends[count - 1])
-        rows: list[Features] = [{} for _ in range(count)]
-        for name, each in first.items():
-            memory: Any = mmap.mmap(-1, tokens * each[0].nbytes)
-            whole = torch.frombuffer(memory, dtype=each.dtype).view(tokens, *each.shape[1:])
-            for row, part in zip(rows, torch.split(whole, list(lengths[:count])), strict=True):
-                row[name] = part
-        return cls(rows)
+def _shared_rows(first: Features, lengths: Sequence[int], most_bytes: int) -> list[Features]:
+    """Make room, in memory that forks share, for rows whose features are as those of the first one
+    are, but for their lengths; for as many as fit."""
+    a_token = sum(each.nbytes for each in first.values()) // lengths[0]
+    ends = torch.tensor(lengths).cumsum(0)
+    count = max(1, int((ends * a_token <= most_bytes).sum()))
+    tokens = int(ends[count - 1])
+    rows: list[Features] = [{} for _ in range(count)]
+    for name, each in first.items():
+        memory: Any = mmap.mmap(-1, tokens * each[0].nbytes)
+        whole = torch.frombuffer(memory, dtype=each.dtype).view(tokens, *each.shape[1:])
+        for row, part in zip(rows, torch.split(whole, list(lengths[:count])), strict=True):
+            row[name] = part
+    return rows
