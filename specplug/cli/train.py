@@ -83,7 +83,7 @@ def _check_alone(ctx: click.Context) -> None:
 @click.option("--learning-rate", type=click.FloatRange(min=0, min_open=True), metavar="X")
 @click.option(
     "--texts", type=COUNT, metavar="N",
-    help="The most texts to train on; all if not given, on a CPU 4500: it sees each a few times, "
+    help="The most texts to train on; all if not given, on a CPU 9000: it sees each a few times, "
     "and keeps its features.",
 )  # fmt: skip
 @click.option(

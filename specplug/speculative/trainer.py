@@ -32,9 +32,6 @@ LATER_EVERY = 4
 GOAL_TOKENS = 32
 """How many of the target's likeliest tokens a draft learns the probabilities of."""
 
-GOAL_TEMPERATURE = 0.5
-"""Of the target's distribution that a draft learns: what is likeliest there counts for more."""
-
 HEAD = "lm_head"
 """As published networks call the module that scores tokens."""
 
@@ -334,7 +331,7 @@ class FeatureTrainer(Trainer):
         known = logits[..., self.token_ids].float()
         most = known.topk(min(GOAL_TOKENS, known.shape[-1]), dim=-1)
         return {
-            GOAL_SHARES: (most.values / GOAL_TEMPERATURE).softmax(-1),
+            GOAL_SHARES: most.values.softmax(-1),
             GOAL_PLACES: most.indices.to(torch.int32),
             GOAL_COUNTS: most.values[..., :1] >= logits.amax(-1, keepdim=True),
         }

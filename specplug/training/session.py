@@ -61,7 +61,7 @@ MEASURED_SHARE = 0.08
 """The share of the minutes that is left for the export and the accept lengths."""
 HELD_BACK = 32
 """Prompts that accept lengths are measured on."""
-TEXTS_ON_CPU = 4500
+TEXTS_ON_CPU = 9000
 """The most texts that are trained on there if the user says nothing: in a quarter of an hour a few
 cores see each a few times, and its features, which take as long as a step, are computed once."""
 WRITTEN = 512
