@@ -101,9 +101,9 @@ def _gain(
 
 def smallest(failing: Configuration, fails: Callable[[Configuration], bool]) -> Configuration:
     """Return the simplest configuration found that still fails: each dimension in turn is set to
-    its simplest choice that does."""
+    its simplest choice that does; twice, as one may have been there for the sake of another."""
     found = dict(failing)
-    for name, choices in DIMENSIONS.items():
+    for name, choices in 2 * [*DIMENSIONS.items()]:
         for choice in choices[: choices.index(found[name])]:
             tried = {**found, name: choice}
             if is_possible(tried) and fails(tried):

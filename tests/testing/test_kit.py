@@ -181,6 +181,11 @@ def test_smallest_configuration_has_what_fails_alone() -> None:
     assert found == {**SIMPLEST, "chunk": 8, "batch": 3}
 
 
+def test_smallest_configuration_has_no_chunks_of_mixed_steps() -> None:
+    failing = {**SIMPLEST, "chunk": 8, "mixed": True, "cache": True}
+    assert smallest(failing, lambda c: c["cache"]) == {**SIMPLEST, "cache": True}
+
+
 @pytest.mark.parametrize(
     ("parents", "chain", "follows"),
     [
