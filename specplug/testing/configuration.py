@@ -20,6 +20,7 @@ DIMENSIONS: Mapping[str, tuple[Any, ...]] = {
     "budget": (False, True),
     "shape": ("declared", "one step", "one node", "wide"),
     "transfer": (False, True),
+    "structured": (False, True),
 }
 """The choices along each dimension:
 
@@ -28,7 +29,8 @@ overlap: the host schedules a step ahead; mixed: prompts and drafts share steps;
 cache is on, and prompts share prefixes; pressure: the KV pool is so small that drafts are narrowed,
 and requests are retracted now and then; budget: how many nodes a step verifies is drawn anew for
 each step; shape: of drafts, as declared, one step deep, the root alone, or a tree where the
-algorithm has trees; transfer: another instance prefills.
+algorithm has trees; transfer: another instance prefills; structured: some of the requests have a
+grammar.
 """
 
 Configuration = Mapping[str, Any]
@@ -99,9 +101,9 @@ def _gain(
 
 def smallest(failing: Configuration, fails: Callable[[Configuration], bool]) -> Configuration:
     """Return the simplest configuration found that still fails: each dimension in turn is set to
-    its simplest choice that does."""
+    its simplest choice that does; twice, as one may have been there for the sake of another."""
     found = dict(failing)
-    for name, choices in DIMENSIONS.items():
+    for name, choices in 2 * [*DIMENSIONS.items()]:
         for choice in choices[: choices.index(found[name])]:
             tried = {**found, name: choice}
             if is_possible(tried) and fails(tried):

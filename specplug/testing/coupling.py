@@ -52,7 +52,7 @@ def perfect(laboratory: Laboratory) -> str:
                 f"positions or masks of the draft model are not those of the text. {first}"
             )
     told = f"{100 * least:.1f} % in the worst of {len(stressed)} configurations"
-    return f"{told}{laboratory.told_without}"
+    return f"{told}{laboratory.told_without_transfer}"
 
 
 def _foreseen(laboratory: Laboratory, configuration: Configuration) -> tuple[float, str]:

@@ -34,7 +34,7 @@ def difference(laboratory: Laboratory, configuration: Configuration) -> str:
         found = laboratory.observe(configuration, sampled=True)
     except (SpecplugError, AssertionError) as error:
         return f"the run ends with {type(error).__name__}: {error}"
-    expected = laboratory.plain(sampled=True)
+    expected = laboratory.plain(sampled=True, structured=configuration["structured"])
     return _first_difference(expected, found.tokens)
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from importlib.util import find_spec
-from itertools import count
+from itertools import count, cycle
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from specplug import LLM, SamplingParams, hookimpl
+from specplug import LLM, SamplingParams, UsageError, hookimpl
 from specplug.algorithm import HELD_OUT_PROMPTS
 from specplug.debug import debug_checks
 from specplug.disagg.instances import NEEDS_ZMQ
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from specplug import Batch, Draft
     from specplug.engine.step_values import Decode
 
+NEEDS_XGRAMMAR = (
+    "structured output needs xgrammar, which is not installed: pip install 'specplug[grammar]'"
+)
+
 ENDS = (24, 60, 90, 120, 160, 200)
 """Characters of the ends of held-out prompts that are completed. The first ones are short."""
 
@@ -34,6 +39,23 @@ MAX_TOKENS = 24
 QUICK_MAX_TOKENS = 12
 FIRST_SEED = 20
 """Of sampled requests, counted from here."""
+
+GRAMMARS: Sequence[Mapping[str, Any]] = (
+    {"regex": r"(def|class) [a-z_]{3,9}\((x|y|, ){1,5}\):"},
+    {
+        "json_schema": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "maxLength": 12},
+                "sizes": {"type": "array", "items": {"type": "integer"}, "maxItems": 9},
+            },
+            "required": ["name", "sizes"],
+            "additionalProperties": False,
+        }
+    },
+    {"ebnf": 'root ::= "(" item ("," item)* ")"\nitem ::= [0-9]+ | root\n'},
+)
+"""What structured outputs match, in turns. Some end before ``MAX_TOKENS``, and some are cut off."""
 
 RETRACT_EVERY = 5
 """Decode steps, of which one retracts a request, where pages are short."""
@@ -206,26 +228,49 @@ class Laboratory:
         if not self.transfers:
             raise LeftOut(NEEDS_ZMQ)
 
+    @cached_property
+    def no_grammars(self) -> str:
+        """Why no request can have a grammar here; "" if requests can."""
+        if find_spec("xgrammar") is None:
+            return NEEDS_XGRAMMAR
+        try:
+            self.plain(sampled=True, structured=True)
+        except UsageError as error:  # xgrammar does not take all tokenizers
+            return str(error)
+        return ""
+
     def cover(self) -> list[Configuration]:
         """Return a cover of all pairs of choices that can be made here."""
-        if self.transfers:
-            return cover()
-        return cover({**DIMENSIONS, "transfer": (False,)})
+        able = {"transfer": self.transfers, "structured": not self.no_grammars}
+        return cover(
+            {name: (False,) if not able.get(name, True) else each
+             for name, each in DIMENSIONS.items()}
+        )  # fmt: skip
 
     @property
     def told_without(self) -> str:
         """What a check of configurations adds to what it measured: those it had to leave out."""
+        grammars = f"; no structured output: {self.no_grammars}" if self.no_grammars else ""
+        return f"{self.told_without_transfer}{grammars}"
+
+    @property
+    def told_without_transfer(self) -> str:
+        """That of a check whose requests have no grammars."""
         return "" if self.transfers else f"; none with a transfer: {NEEDS_ZMQ}"
 
-    def params(self, count: int, *, sampled: bool, max_tokens: int) -> list[SamplingParams]:
-        """Return what is asked of each request: every other one is sampled, if any is."""
-        first = FIRST_SEED + 1000 * self.subject.seed
+    def params(
+        self, count: int, *, sampled: bool, max_tokens: int, structured: bool = False
+    ) -> list[SamplingParams]:
+        """Return what is asked of each request: every other one is sampled, if any is; the second
+        and third of four have a grammar, if any has."""
+        first, grammars = FIRST_SEED + 1000 * self.subject.seed, cycle(GRAMMARS)
         return [
             SamplingParams(
                 max_tokens=max_tokens,
                 temperature=float(sampled and i % 2),
                 seed=first + i,
                 ignore_eos=True,
+                **(next(grammars) if structured and i % 4 in (1, 2) else {}),
             )
             for i in range(count)
         ]
@@ -236,14 +281,17 @@ class Laboratory:
         *,
         sampled: bool,
         max_tokens: int | None = None,
+        structured: bool = False,
     ) -> list[tuple[int, ...]]:
         """Return the tokens of plain decoding in the simplest configuration."""
         texts = self.prompts() if prompts is None else list(prompts)
         max_tokens = self.max_tokens if max_tokens is None else max_tokens
-        key = (repr(texts), sampled, max_tokens)
+        key = (repr(texts), sampled, max_tokens, structured)
         if key not in self._plain:
             with LLM(self.subject.model, warm_up="off", **self._of_target()) as llm:
-                params = self.params(len(texts), sampled=sampled, max_tokens=max_tokens)
+                params = self.params(
+                    len(texts), sampled=sampled, max_tokens=max_tokens, structured=structured
+                )
                 self._plain[key] = [each.token_ids for each in llm.generate(texts, params)]
         return self._plain[key]
 
@@ -266,7 +314,12 @@ class Laboratory:
         key = (tuple(configuration.items()), repr(texts), sampled, max_tokens)
         if key not in self._observed:
             recorder = Recorder()
-            params = self.params(len(texts), sampled=sampled, max_tokens=max_tokens)
+            params = self.params(
+                len(texts),
+                sampled=sampled,
+                max_tokens=max_tokens,
+                structured=configuration["structured"],
+            )
             with self.engine(configuration, extensions=[recorder], texts=texts) as llm:
                 for _ in range(1 + configuration["cache"]):  # once more, from the cache
                     tokens = [output.token_ids for output in llm.generate(texts, params)]

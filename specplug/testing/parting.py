@@ -214,7 +214,12 @@ def left_in(
     """Run once more, as ``Laboratory.observe`` does, and return what each hook leaves."""
     recorder = StateRecorder()
     tokens = laboratory.max_tokens if max_tokens is None else max_tokens
-    params = laboratory.params(len(prompts), sampled=sampled, max_tokens=tokens)
+    params = laboratory.params(
+        len(prompts),
+        sampled=sampled,
+        max_tokens=tokens,
+        structured=configuration["structured"],
+    )
     with laboratory.engine(configuration, extensions=[recorder], texts=prompts) as llm:
         for _ in range(1 + configuration["cache"]):
             llm.generate(prompts, params)

@@ -1,4 +1,4 @@
-"""The check of scores: they say how likely a node is to be accepted."""
+"""The check of scores: they say how likely a node is to be accepted, and rank nodes by it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from specplug.testing.blindness import refuse_quick
 from specplug.testing.check import Failure, NotApplicable, check
 from specplug.testing.configuration import SIMPLEST
 from specplug.testing.laboratory import Laboratory
+from specplug.testing.score_ranks import ScoreRecorder, told_ranks
 
 MOST_ERROR = 0.05
 """The greatest calibration error, a difference of probabilities, above that of chance: rates are
@@ -25,16 +26,17 @@ ENOUGH = 800
 
 @check("gold.scores", "gold", "scores say how likely a node is to be accepted")
 def scores(laboratory: Laboratory) -> str:
-    """Compare what was predicted of nodes with how many were accepted, once rates are learnt."""
+    """Compare what was predicted of nodes with how many were accepted, once rates are learnt; and
+    the scores of nodes that were taken with those of others."""
     refuse_quick(laboratory)
     prompts = laboratory.held_out()
     params = laboratory.params(len(prompts), sampled=False, max_tokens=64)
-    scored = ScoredRequests()
-    with laboratory.engine({**SIMPLEST, "batch": 8}, extensions=[scored]) as llm:
+    scored, recorder = ScoredRequests(), ScoreRecorder()
+    with laboratory.engine({**SIMPLEST, "batch": 8}, extensions=[scored, recorder]) as llm:
         half = len(prompts) // 2
-        llm.generate(prompts[:half], params[:half])
+        outputs = llm.generate(prompts[:half], params[:half])
         scored.bins.clear()
-        llm.generate(prompts[half:], params[half:])
+        outputs += llm.generate(prompts[half:], params[half:])
     bins = {percentage: Bin(tuple(each.values())) for percentage, each in scored.bins.items()}
     count = sum(each.nodes for each in bins.values())
     if count < ENOUGH:
@@ -50,7 +52,9 @@ def scores(laboratory: Laboratory) -> str:
             f"{100 * found.accepted / found.nodes:.0f} % were accepted; a score is the logarithm "
             "of a probability, and means the same in all steps"
         )
-    return f"calibration error {error:.3f} over {count} nodes, {most:.3f} allowed"
+    ranked = told_ranks(recorder.nodes(outputs))
+    told = f"calibration error {error:.3f} over {count} nodes, {most:.3f} allowed"
+    return f"{told}; {ranked}" if ranked else told
 
 
 @attrs.frozen

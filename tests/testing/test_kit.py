@@ -181,6 +181,11 @@ def test_smallest_configuration_has_what_fails_alone() -> None:
     assert found == {**SIMPLEST, "chunk": 8, "batch": 3}
 
 
+def test_smallest_configuration_has_no_chunks_of_mixed_steps() -> None:
+    failing = {**SIMPLEST, "chunk": 8, "mixed": True, "cache": True}
+    assert smallest(failing, lambda c: c["cache"]) == {**SIMPLEST, "cache": True}
+
+
 @pytest.mark.parametrize(
     ("parents", "chain", "follows"),
     [
@@ -383,6 +388,37 @@ def test_check_without_pyzmq_runs_without_transfers(quick_ngram: Laboratory) -> 
 
 
 @pytest.mark.usefixtures("bare")
+def test_check_without_xgrammar_has_no_structured_output(quick_ngram: Laboratory) -> None:
+    assert not any(each["structured"] for each in quick_ngram.cover())
+    verdicts = [judge(check, quick_ngram) for check in checks_named(["exact", "blind.invariance"])]
+    assert [verdict.status for verdict in verdicts] == ["passed"] * 2, verdicts
+    assert all(v.told.endswith("pip install 'specplug[grammar]'") for v in verdicts), verdicts
+
+
+def test_tokenizer_that_xgrammar_refuses_is_told(
+    quick_ngram: Laboratory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise ValueError("of no known kind")
+
+    monkeypatch.setattr("specplug.grammar.compiler._vocabulary", refuse)
+    assert "xgrammar cannot use the tokenizer" in quick_ngram.no_grammars
+    assert "of no known kind" in quick_ngram.told_without
+    assert not any(each["structured"] for each in quick_ngram.cover())
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_structured_requests_run_beside_plain_ones(quick: bool) -> None:
+    laboratory = Laboratory(Subject(algorithm="NGRAM", quick=quick))
+    free = laboratory.plain(sampled=True)
+    found = laboratory.plain(sampled=True, structured=True)
+    changed = [i for i, (a, b) in enumerate(zip(free, found, strict=True)) if a != b]
+    assert changed == ([1, 2] if quick else [1, 2, 5, 6])
+    configuration = {**SIMPLEST, "structured": True}
+    assert laboratory.observe(configuration, sampled=True).tokens == found
+
+
+@pytest.mark.usefixtures("bare")
 def test_perfect_drafter_without_pyzmq_is_checked(shallow: ShallowTarget) -> None:
     settings = shallow.options("STANDALONE")
     model, algorithm = settings.pop("model"), settings.pop("speculative_algorithm")
@@ -392,7 +428,7 @@ def test_perfect_drafter_without_pyzmq_is_checked(shallow: ShallowTarget) -> Non
     assert "in the worst of 3 configurations; none with a transfer" in verdict.told
 
 
-def test_check_with_pyzmq_leaves_nothing_out(quick_ngram: Laboratory) -> None:
+def test_check_with_all_extras_leaves_nothing_out(quick_ngram: Laboratory) -> None:
     assert quick_ngram.cover() == cover()
     assert quick_ngram.told_without == ""
     assert judge(checks_named(["conduct.state"])[0], quick_ngram).status == "passed"
