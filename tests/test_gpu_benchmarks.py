@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import exactness_bf16
 import kernel_trace
 import long_contexts
 import measurement
@@ -171,6 +172,23 @@ def test_steps_choice_tiny_tells_of_each_way(
     assert {"EAGLE3", "NGRAM"} <= set(found["several"]["drafted"])
     assert found["several"]["plan_us"] > found["plain"]["plan_us"] == 0
     assert min(found[way]["accept_length"] for way in ("eagle3", "ngram", "several")) > 1.2
+
+
+def test_exactness_of_several_compares_all_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = ["exactness_bf16.py", "--tiny", "--several", "--count", "8", "--first", "2"]
+    told += ["--models", str(tmp_path), "--output", str(tmp_path), "--set", 'dtype="float32"']
+    monkeypatch.setattr(sys, "argv", told)
+    monkeypatch.setenv("SPECPLUG_COMMIT", "0123abc")
+    assert exactness_bf16.main() == 0
+    rows = measurement.read_results(tmp_path / "results.jsonl")[1:]
+    assert {row["algorithm"] for row in rows} == {"NGRAM,DSPARK", "NGRAM,EAGLE3"}
+    assert {row["by_dice"] for row in rows} == {True, False}
+    drafted = set().union(*(row["verifications_by_drafter"] for row in rows))
+    assert drafted == {"NGRAM", "DSPARK", "EAGLE3", "NONE"}
+    assert all(row["tokens"] > 100 for row in rows)
+    assert "0 requests that differ, 0 tokens that differ" in capsys.readouterr().out
 
 
 def test_steps_prompt_peers_that_fail_are_left_out(
