@@ -22,6 +22,7 @@ from specplug import (
     UsageError,
     hookimpl,
 )
+from specplug.speculative import hook_calls
 
 TEXT = "def area(width, height):\n    return width * height\n\n\ndef "
 PROMPTS = [
@@ -209,6 +210,24 @@ def test_choices_have_what_ngram_would_draft(who: int, overlap: bool) -> None:
     right = [text[at] == token for at, token in watch.first[name].items() if at < len(text)]
     assert len(right) > 3
     assert sum(right) > 0.6 * len(right)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_foresight_lacks_only_the_step_that_runs(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where copies to the host take time, as on a GPU."""
+    monkeypatch.setattr(hook_calls, "_takes_time", lambda runtime: runtime.overlap)
+    watch = Foreseen(-1)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    given = {**SMALL, "extensions": [watch], "disable_overlap_schedule": not overlap}
+    with LLM(speculative_algorithm="NGRAM,EAGLE3", **given) as llm:
+        (output,) = llm.generate([TEXT], params)
+    assert watch.current == {not overlap}
+    first = len(output.prompt_token_ids) + (not overlap)
+    (known,) = watch.known.values()
+    assert known == list(range(first, first + len(known)))
+    assert len(known) >= 23
 
 
 def test_wrong_foresight_is_told_with_the_hook() -> None:
