@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from specplug.speculative.runtime import Runtime
 
 
+_FEW_WIDTHS = 8
+"""Nodes of the widest draft up to which a start records all narrower ones."""
+
+
 def drafters_of(runtime: Runtime) -> Mapping[str, int]:
     """Return the algorithms that can draft in a run, and the most nodes of each one's drafts."""
     if isinstance(runtime.worker, SeveralWorker):
@@ -67,18 +71,33 @@ def warm_drafters(runtime: Runtime, *, plans: bool, has_draft_cache: bool) -> li
     worker, most = runtime.worker, runtime.config.num_draft_tokens
     if isinstance(worker, SeveralWorker):
         found = [
-            _warm_drafter(who, part.config.num_draft_tokens, part.worker, part.has_draft_model)
+            _warm_drafter(
+                who, part.config.num_draft_tokens, part.worker, part.has_draft_model, plans
+            )
             for who, part in enumerate(worker.parts)
         ]
     else:
-        found = [_warm_drafter(None, most, worker, has_draft_cache)]
+        found = [_warm_drafter(None, most, worker, has_draft_cache, plans)]
     nobody = [WarmDrafter(-1, 1)] if most > 1 and (plans or plans_within(runtime)) else []
     return [*found, *nobody]
 
 
-def _warm_drafter(who: int | None, most: int, worker: object, has_model: bool) -> WarmDrafter:
-    widths = worker.draft_widths if isinstance(worker, JointWorker) else ()
-    return WarmDrafter(who, most, widths, not (widths or has_model or most == 1))
+def _warm_drafter(
+    who: int | None, most: int, worker: object, has_model: bool, plans: bool
+) -> WarmDrafter:
+    if isinstance(worker, JointWorker):
+        widths = worker.draft_widths
+        return WarmDrafter(who, most, widths, not (widths or has_model or most == 1))
+    widths = _planned_widths(most) if plans and has_model else ()
+    return WarmDrafter(who, most, widths, not (has_model or most == 1))
+
+
+def _planned_widths(most: int) -> tuple[int, ...]:
+    """Return widths of drafts that a plan may ask a draft model for, below the widest: each is a
+    pass of its own. All if they are few, else powers of two."""
+    if most <= _FEW_WIDTHS:
+        return tuple(range(2, most))
+    return tuple(1 << power for power in range(1, (most - 1).bit_length()))
 
 
 @attrs.frozen(eq=False)
