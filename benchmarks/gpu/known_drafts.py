@@ -236,7 +236,7 @@ class KnownEagle3(Eagle3):
     def __init__(self, share: float) -> None:
         self._share = share
         self._numbers: dict[tuple[int, ...], int] = {}
-        self._texts = torch.zeros(1, 1, dtype=torch.int64)
+        self._texts = torch.zeros(1, _POSITIONS, dtype=torch.int64)
         self._text_of = torch.zeros(1, dtype=torch.int64)
 
     def know(self, continuations: Continuations) -> None:

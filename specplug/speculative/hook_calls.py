@@ -94,6 +94,11 @@ class HookCalls:
         return "plan_drafts" not in self._plugins.core_alone
 
     @property
+    def reads_on_host(self) -> bool:
+        """Whether a plugin has left something for the host, which ``propose`` waits for."""
+        return self._relay is not None
+
+    @property
     def declares_state(self) -> bool:
         """Whether the worker declares a draft state."""
         return bool(self._spec)

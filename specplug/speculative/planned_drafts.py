@@ -85,11 +85,9 @@ def warm_drafters(runtime: Runtime, *, plans: bool, has_draft_cache: bool) -> li
 def _warm_drafter(
     who: int | None, most: int, worker: object, has_model: bool, plans: bool
 ) -> WarmDrafter:
-    if isinstance(worker, JointWorker):
-        widths = worker.draft_widths
-        return WarmDrafter(who, most, widths, not (widths or has_model or most == 1))
-    widths = _planned_widths(most) if plans and has_model else ()
-    return WarmDrafter(who, most, widths, not (has_model or most == 1))
+    grown = worker.draft_widths if isinstance(worker, JointWorker) else ()
+    planned = _planned_widths(most) if plans and has_model else ()
+    return WarmDrafter(who, most, grown or planned, not (grown or has_model or most == 1))
 
 
 def _planned_widths(most: int) -> tuple[int, ...]:
@@ -107,16 +105,19 @@ class Proposer:
     Attributes:
         propose: of its hooks: takes a batch and its draft input.
         owns: whether a state of the draft input, by its name, is its own.
+        waits: whether it waits for the step before, to read on the host what that has left.
     """
 
     propose: Callable[[Batch, DraftInput], Draft]
     owns: Callable[[str], bool]
+    waits: bool = False
 
 
 def propose_planned(batch: Batch, draft_input: DraftInput, proposers: Sequence[Proposer]) -> Draft:
     """Return the drafts of a batch, each made by the one that ``batch.drafters`` names.
 
-    Each proposer gets a batch of its requests alone, and none where it has none.
+    Each proposer gets a batch of its requests alone, and none where it has none. Those that wait
+    come last: a device runs the passes of the others meanwhile.
 
     Args:
         batch: a decode step's. Without ``drafters`` the first one drafts for all.
@@ -124,7 +125,7 @@ def propose_planned(batch: Batch, draft_input: DraftInput, proposers: Sequence[P
     """
     who = batch.drafters or (0,) * batch.size
     made = []
-    for index, proposer in enumerate(proposers):
+    for index, proposer in sorted(enumerate(proposers), key=lambda each: each[1].waits):
         places = [place for place, drafter in enumerate(who) if drafter == index]
         if places:
             part, given = batch, draft_input

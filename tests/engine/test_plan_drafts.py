@@ -12,6 +12,7 @@ from draft_dice import Dice
 from specplug import (
     LLM,
     Batch,
+    Draft,
     DraftChoices,
     DraftPlan,
     ForeseenDrafts,
@@ -23,6 +24,7 @@ from specplug import (
     hookimpl,
 )
 from specplug.speculative import hook_calls
+from specplug.speculative.part import Part
 
 TEXT = "def area(width, height):\n    return width * height\n\n\ndef "
 PROMPTS = [
@@ -143,6 +145,29 @@ def test_statistics_tell_what_each_one_brought() -> None:
         assert set(by_drafter) == {"NGRAM", "EAGLE3", "NONE"}
         assert sum(by_drafter.values()) == stats[total]
     assert stats["drafted_by_drafter"]["NONE"] == 0
+
+
+def test_who_waits_for_the_step_before_proposes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NGRAM reads what steps have left on the host; a draft model's pass is launched before."""
+    order: list[str] = []
+
+    def propose(self: Part, *given: Any) -> Draft:
+        order.append(self.name)
+        return usual(self, *given)
+
+    class Halves(Dice):
+        @hookimpl
+        def plan_drafts(self, choices: DraftChoices) -> DraftPlan:
+            return DraftPlan(who=(0, 1)[: choices.size], most_nodes=choices.most_nodes)
+
+    usual = Part.propose
+    monkeypatch.setattr(Part, "propose", propose)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    with LLM(speculative_algorithm="NGRAM,EAGLE3", extensions=[Halves()], **SMALL) as llm:
+        llm.generate([TEXT, TEXT], params)
+    pairs = list(zip(order[::2], order[1::2], strict=False))
+    assert ("EAGLE3", "NGRAM") in pairs
+    assert ("NGRAM", "EAGLE3") not in pairs
 
 
 def test_where_nobody_drafts_no_propose_is_called() -> None:
