@@ -183,10 +183,11 @@ def test_exactness_of_several_compares_all_tokens(
     monkeypatch.setenv("SPECPLUG_COMMIT", "0123abc")
     assert exactness_bf16.main() == 0
     rows = measurement.read_results(tmp_path / "results.jsonl")[1:]
-    assert {row["algorithm"] for row in rows} == {"NGRAM,DSPARK", "NGRAM,EAGLE3"}
     assert {row["by_dice"] for row in rows} == {True, False}
+    names = {name for row in rows for name in row["algorithm"].split(",")}
     drafted = set().union(*(row["verifications_by_drafter"] for row in rows))
-    assert drafted == {"NGRAM", "DSPARK", "EAGLE3", "NONE"}
+    assert drafted == {*names, "NONE"}
+    assert len(drafted) > 3
     assert all(row["tokens"] > 100 for row in rows)
     assert "0 requests that differ, 0 tokens that differ" in capsys.readouterr().out
 

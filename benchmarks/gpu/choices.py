@@ -32,7 +32,7 @@ LENGTH = 2.5
 """The accept length of chains of 5 of EAGLE-3."""
 ASKED_BAR = 1.02
 """The most that several algorithms may take, in plain steps, where no request wants drafts."""
-CONTEXT, TOKENS = 256, 192
+CONTEXT, TOKENS = 256, 128
 BATCHES = 1, 16, 64
 ALONE = "eagle3", "ngram"
 

@@ -15,7 +15,7 @@ Scenarios have numbers and are the same in every run: ``--first`` goes on where 
 other scenario. With ``--cublas`` all products are cuBLAS's, those of the reference too: then the
 differences are what cuBLAS makes. ``--several`` takes several algorithms in one run instead, at
 batch 1 and 16, with overlap and without: each step's drafts are chosen by what was measured, or by
-dice. Exits with 3 if any token differs.
+dice. With ``--no-waits`` a step that makes the host wait for the device raises, but NGRAM's. Exits with 3 if any token differs.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ from typing import Any
 
 import attrs
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "fixtures"))
 
 from draft_dice import Dice
 from engines import BY_CUBLAS, add_arguments, add_run, products_by_cublas, settings_of
+from exactness import waiting_forbidden
 from known_drafts import KnownDrafts
 from points import Results
 from shapes import DRAFTS, SHAPES, write_shape
@@ -49,7 +51,7 @@ from specplug.testing.configuration import cover
 DIFFERENT = 3
 """The exit code that says that tokens differ; 1 is an error's."""
 Tokens = list[tuple[int, ...]]
-SEVERAL = "NGRAM,EAGLE3", "NGRAM,DSPARK", "NGRAM,KNOWN", "auto"
+SEVERAL = "NGRAM,EAGLE3", "NGRAM,DSPARK", "NGRAM,KNOWN", "auto", "EAGLE3,DSPARK"
 _AXES = {
     "algorithm": SEVERAL,
     "by_dice": (False, True),
@@ -242,7 +244,12 @@ def _several(scenario: Scenario, workload: Workload, known: object) -> str | lis
 
 
 def complete(
-    workload: Workload, scenario: Scenario | None, truth: Tokens, settings: dict[str, Any]
+    workload: Workload,
+    scenario: Scenario | None,
+    truth: Tokens,
+    settings: dict[str, Any],
+    *,
+    may_wait: bool = True,
 ) -> tuple[list[Tokens], dict[str, Any]]:
     """Complete the requests twice under a scenario; None: once, plainly, one by one.
 
@@ -286,7 +293,10 @@ def complete(
                 "speculative_eagle_topk": None,
                 "extensions": [Dice(scenario.number)] if scenario.by_dice else [],
             }
-    with LLM(workload.model, **{**given, **settings}) as llm:
+    name = str(given["speculative_algorithm"]).replace("auto", "NGRAM")  # which is one of them
+    on_gpu = settings["device"] == "cuda"
+    waits = waiting_forbidden(name) if on_gpu and not may_wait else nullcontext()
+    with waits, LLM(workload.model, **{**given, **settings}) as llm:
         times = []
         for _ in range(1 if scenario is None else 2):
             outputs = llm.generate(workload.prompts, workload.params)
@@ -334,6 +344,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, help="of each target")
     parser.add_argument("--max-tokens", type=int)
     parser.add_argument("--several", action="store_true", help="several algorithms in one run")
+    parser.add_argument("--no-waits", action="store_true", help="a step that waits raises")
     parser.add_argument("--wide", action="store_true", help="an 8B Llama, 8k, batch 64, float16")
     parser.add_argument("--cublas", action="store_true", help="count with cuBLAS's products")
     arguments = parser.parse_args()
@@ -358,7 +369,8 @@ def main() -> int:
             if time.monotonic() - began > arguments.seconds:
                 break
             run(number, targets, truths, settings, registry, tally, results,
-                wide=arguments.wide, several=arguments.several)  # fmt: skip
+                wide=arguments.wide, several=arguments.several,
+                may_wait=not arguments.no_waits)  # fmt: skip
             number += 1
     print(", ".join(f"{count:,} {name}" for name, count in tally.items()))
     print(f"the next scenario is --first {number}")
@@ -376,6 +388,7 @@ def run(
     *,
     wide: bool,
     several: bool,
+    may_wait: bool,
 ) -> None:
     """Run a scenario, compare it with plain decoding, and count what differs."""
     turn = number // len(targets)
@@ -400,7 +413,7 @@ def run(
         else draw(turn, workload, algorithms, registry, wide=wide)
     )
     start = time.monotonic()
-    times, stats = complete(workload, scenario, truth, settings)
+    times, stats = complete(workload, scenario, truth, settings, may_wait=may_wait)
     found = [differences(truth, outputs) for outputs in times]
     requests = sum(map(len, times))
     tokens = sum(len(each) for outputs in times for each in outputs)
