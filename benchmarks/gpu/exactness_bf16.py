@@ -15,7 +15,9 @@ Scenarios have numbers and are the same in every run: ``--first`` goes on where 
 other scenario. With ``--cublas`` all products are cuBLAS's, those of the reference too: then the
 differences are what cuBLAS makes. ``--several`` takes several algorithms in one run instead, at
 batch 1 and 16, with overlap and without: each step's drafts are chosen by what was measured, or by
-dice. With ``--no-waits`` a step that makes the host wait for the device raises, but NGRAM's. Exits with 3 if any token differs.
+dice. With ``--no-waits`` a step that makes the host wait for the device raises, but NGRAM's.
+
+Exits with 3 if any token differs.
 """
 
 from __future__ import annotations
