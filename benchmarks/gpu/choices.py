@@ -181,16 +181,21 @@ def measure_choices(arguments: argparse.Namespace, base: Path, results: Results)
                     for name, engine in engines.items()}  # fmt: skip
             asked = partial(complete, engines["several"], batch, prompts, "NONE", tokens)
             ways["none asked"] = asked
-            _warm(ways)
-            _measure(ways, truth, batch, arguments.rounds, clock, base.name, results)
+            before = _warm(ways)
+            _measure(ways, truth, batch, arguments.rounds, clock, before, base.name, results)
 
 
-def _warm(ways: Mapping[str, Callable[[], Round]]) -> None:
-    """Let all be recorded that rounds bring, and let NGRAM read the texts: twice or more."""
-    for run in ways.values():
+def _warm(ways: Mapping[str, Callable[[], Round]]) -> Counter[str]:
+    """Let all be recorded that rounds bring, and let NGRAM read the texts: twice or more. Return
+    how many forms were, by way."""
+    found = Counter[str]()
+    for name, run in ways.items():
         for number in range(4):
-            if not run().recorded and number:
+            recorded = run().recorded
+            found[name] += recorded
+            if not recorded and number:
                 break
+    return found
 
 
 def _measure(
@@ -199,10 +204,15 @@ def _measure(
     batch: int,
     rounds: int,
     clock: HostClock,
+    before: Mapping[str, int],
     shape: str,
     results: Results,
 ) -> None:
-    """Time all ways in turns, and tell each."""
+    """Time all ways in turns, and tell each.
+
+    Args:
+        before: forms that were recorded between the start and now, by way.
+    """
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
 
     def timed(name: str) -> Round:
@@ -229,9 +239,10 @@ def _measure(
         bar = 1 / ASKED_BAR if name == "none asked" else None
         shares = ", ".join(f"{each} {share:.0%}" for each, share in drafted.items())
         print(f"{batch:5} {name:12}{rate:10.1f}{ratio:9.3f}{f'{bar:.3f}' if bar else '':>6}"
-              f"{length:8.2f}{planned:9.0f}{learned:9.0f}{recorded:10}  {shares}"
+              f"{length:8.2f}{planned:9.0f}{learned:9.0f}{f'{before[name]}+{recorded}':>10}"
+              f"  {shares}"
               f"{f'; {wrong} tokens differ' if wrong else ''}", flush=True)  # fmt: skip
         results.add("choice", shape=shape, batch=batch, way=name, rate=rate, ratio=ratio, bar=bar,
                     accept_length=length, plan_us=planned, learn_us=learned, recorded=recorded,
-                    differ=wrong, drafted=drafted, seconds=[each.seconds for each in own],
-                    steps=[each.steps for each in own])  # fmt: skip
+                    recorded_before=before[name], differ=wrong, drafted=drafted,
+                    seconds=[each.seconds for each in own], steps=[each.steps for each in own])  # fmt: skip

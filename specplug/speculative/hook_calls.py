@@ -478,7 +478,7 @@ class HookCalls:
 
 def _takes_time(runtime: Runtime) -> bool:
     """Return whether copies to the host may be on their way when the next step is launched."""
-    return runtime.overlap and runtime.device.type != "cpu"
+    return runtime.device.type != "cpu" and runtime.overlap
 
 
 def parts_of(runtime: Runtime) -> Sequence[Part]:
