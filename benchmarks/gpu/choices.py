@@ -245,4 +245,5 @@ def _measure(
         results.add("choice", shape=shape, batch=batch, way=name, rate=rate, ratio=ratio, bar=bar,
                     accept_length=length, plan_us=planned, learn_us=learned, recorded=recorded,
                     recorded_before=before[name], differ=wrong, drafted=drafted,
-                    seconds=[each.seconds for each in own], steps=[each.steps for each in own])  # fmt: skip
+                    seconds=[each.seconds for each in own],
+                    steps=[each.steps for each in own])  # fmt: skip
