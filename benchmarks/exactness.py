@@ -96,14 +96,19 @@ class Difference:
 def axes(registry: Registry, algorithm: str) -> dict[str, tuple[Any, ...]]:
     """What is combined for an algorithm."""
     info = registry.select(algorithm).info
+    shapes: dict[str, tuple[Any, ...]] = {
+        "topk": (1, 4) if info.capabilities.branching else (1,),
+        "num_steps": (1, 4) if info.defaults.num_draft_tokens != 1 else (1,),
+    }
+    if info.is_several:  # each has its own
+        shapes = {"topk": (None,), "num_steps": (None,)}
     return {
         "sampling": tuple(SAMPLINGS),
         "batch": (1, 7),
         "page_size": (1, 16),
         "overlap": (True, False),
         "chunk": (None, 8),
-        "topk": (1, 4) if info.capabilities.branching else (1,),
-        "num_steps": (1, 4) if info.defaults.num_draft_tokens != 1 else (1,),
+        **shapes,
         "pressed": (False, True),
     }
 
@@ -270,7 +275,9 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--quick", action="store_true", help="a covering part of the matrix")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--algorithms", nargs="*", help="default: all that are installed")
+    parser.add_argument(
+        "--algorithms", nargs="*", help="default: all that are installed; A,B: both in one run"
+    )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--json", type=Path, help="write every row here")
     arguments = parser.parse_args()

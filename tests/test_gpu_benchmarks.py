@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import exactness_bf16
 import kernel_trace
 import long_contexts
 import measurement
@@ -152,6 +153,43 @@ def test_steps_prompt_tiny_writes_a_row_for_each_length(
     assert run["kind"] == "run"
     assert [(row["tokens"], row["engine"]) for row in rows] == [(32, "specplug"), (64, "specplug")]
     assert all(row["median"] == row["rounds"][0] > 0 for row in rows)
+
+
+def test_steps_choice_tiny_tells_of_each_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = ["steps.py", "choice", "--tiny", "--rounds", "1", "--batches", "2", "--alone", "eagle3"]
+    told += ["ngram", "--output", str(tmp_path), "--models", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", told)
+    monkeypatch.setenv("SPECPLUG_COMMIT", "0123abc")
+    steps.main()
+    rows = measurement.read_results(tmp_path / "results.jsonl")
+    found = {row["way"]: row for row in rows if row["kind"] == "choice"}
+    assert set(found) == {"plain", "several", "eagle3", "ngram", "none asked"}
+    assert [row["differ"] for row in found.values()] == [0] * 5
+    assert found["none asked"]["drafted"] == found["plain"]["drafted"] == {"NONE": 1.0}
+    assert found["none asked"]["accept_length"] == 1.0
+    assert {"EAGLE3", "NGRAM"} <= set(found["several"]["drafted"])
+    assert found["several"]["plan_us"] > found["plain"]["plan_us"] == 0
+    assert min(found[way]["accept_length"] for way in ("eagle3", "ngram", "several")) > 1.2
+
+
+def test_exactness_of_several_compares_all_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = ["exactness_bf16.py", "--tiny", "--several", "--count", "8", "--first", "2"]
+    told += ["--models", str(tmp_path), "--output", str(tmp_path), "--set", 'dtype="float32"']
+    monkeypatch.setattr(sys, "argv", told)
+    monkeypatch.setenv("SPECPLUG_COMMIT", "0123abc")
+    assert exactness_bf16.main() == 0
+    rows = measurement.read_results(tmp_path / "results.jsonl")[1:]
+    assert {row["by_dice"] for row in rows} == {True, False}
+    names = {name for row in rows for name in row["algorithm"].split(",")}
+    drafted = set().union(*(row["verifications_by_drafter"] for row in rows))
+    assert drafted == {*names, "NONE"}
+    assert len(drafted) > 3
+    assert all(row["tokens"] > 100 for row in rows)
+    assert "0 requests that differ, 0 tokens that differ" in capsys.readouterr().out
 
 
 def test_steps_prompt_peers_that_fail_are_left_out(

@@ -27,7 +27,8 @@ class Variant:
     """A way to decode.
 
     Attributes:
-        algorithm: an installed one, or a plugin object.
+        algorithm: an installed one, a plugin object, or a list of these, of which each drafts for
+            some requests.
         draft: the folder of its draft model under a shape's; None: it has none.
         settings: of ``EngineConfig``.
         passes: how often a step reads the draft's weights.
@@ -187,7 +188,14 @@ class Engine:
         them, ``outputs`` the tokens, ``drafting`` the share of the requests' steps that drafted,
         and ``drafted`` the tokens that such a step drafted.
         """
-        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        return self.complete(
+            prompts, SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        )
+
+    def complete(
+        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
+    ) -> Generation:
+        """Generate with these parameters, otherwise as ``generate``."""
         self.llm.reset_stats()
         start = time.perf_counter()
         outputs = self.llm.generate(prompts, params)

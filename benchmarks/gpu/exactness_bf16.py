@@ -13,7 +13,11 @@ algorithms there is a drafter that knows the truth and is right in a part of its
 Scenarios have numbers and are the same in every run: ``--first`` goes on where another run ended.
 ``--wide`` takes the whole 8B Llama instead, contexts of 8k, batches to 64, and float16 in every
 other scenario. With ``--cublas`` all products are cuBLAS's, those of the reference too: then the
-differences are what cuBLAS makes. Exits with 3 if any token differs.
+differences are what cuBLAS makes. ``--several`` takes several algorithms in one run instead, at
+batch 1 and 16, with overlap and without: each step's drafts are chosen by what was measured, or by
+dice. With ``--no-waits`` a step that makes the host wait for the device raises, but NGRAM's.
+
+Exits with 3 if any token differs.
 """
 
 from __future__ import annotations
@@ -30,7 +34,13 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "fixtures"))
+
+from draft_dice import Dice
 from engines import BY_CUBLAS, add_arguments, add_run, products_by_cublas, settings_of
+from exactness import waiting_forbidden
 from known_drafts import KnownDrafts
 from points import Results
 from shapes import DRAFTS, SHAPES, write_shape
@@ -38,10 +48,31 @@ from shapes import DRAFTS, SHAPES, write_shape
 from specplug import HELD_OUT_PROMPTS, LLM, FallbackWarning, SamplingParams
 from specplug.bench.dataset import read_prompts
 from specplug.registry import Registry
+from specplug.testing.configuration import cover
 
 DIFFERENT = 3
 """The exit code that says that tokens differ; 1 is an error's."""
 Tokens = list[tuple[int, ...]]
+SEVERAL = "NGRAM,EAGLE3", "NGRAM,DSPARK", "NGRAM,KNOWN", "auto", "EAGLE3,DSPARK"
+_AXES = {
+    "algorithm": SEVERAL,
+    "by_dice": (False, True),
+    "batch": (1, 16),
+    "is_overlapped": (True, False),
+    "page_size": (16, 1),
+    "chunk": (512, 16),
+    "is_pressed": (False, True),
+}
+_PAIRS = cover(_AXES, possible=lambda _: True)
+
+
+def _chosen(turn: int) -> dict[str, Any]:
+    """Return what ``--several`` takes in a turn: first few choices among which each pair occurs,
+    then any."""
+    if turn < len(_PAIRS):
+        return dict(_PAIRS[turn])
+    rng = random.Random(turn)
+    return {axis: rng.choice(values) for axis, values in _AXES.items()}
 
 
 @attrs.frozen(kw_only=True)
@@ -72,6 +103,7 @@ class Scenario:
 
     Attributes:
         share: of right tokens, for the drafter that knows; None: another algorithm.
+        by_dice: whether dice say who drafts for a request in a step, and how much.
     """
 
     number: int
@@ -81,6 +113,7 @@ class Scenario:
     num_steps: int | None
     nodes: int | None
     settings: dict[str, Any]
+    by_dice: bool = False
 
 
 def _params(number: int, max_tokens: int, *, ends: bool) -> SamplingParams:
@@ -175,8 +208,50 @@ def draw(
     )
 
 
+def draw_several(number: int, workload: Workload) -> Scenario:
+    """Return a scenario of several algorithms."""
+    chosen = _chosen(number)
+    slots = 2 * (workload.longest + 2 * 70) + 64
+    return Scenario(
+        number=number,
+        algorithm=chosen["algorithm"],
+        share=0.8 if "KNOWN" in chosen["algorithm"] else None,
+        topk=1,
+        num_steps=5,
+        nodes=None,
+        settings={
+            "max_running_requests": chosen["batch"],
+            "page_size": chosen["page_size"],
+            "chunked_prefill_size": chosen["chunk"],
+            "disable_overlap_schedule": not chosen["is_overlapped"],
+            "max_total_tokens": slots if chosen["is_pressed"] else None,
+        },
+        by_dice=chosen["by_dice"],
+    )
+
+
+def _several(scenario: Scenario, workload: Workload, known: object) -> str | list[str | object]:
+    """Return the algorithms of a scenario, each with its draft model.
+
+    Args:
+        known: the drafter that knows the truth.
+    """
+    if scenario.algorithm == "auto":
+        return "auto"
+    found: list[str | object] = []
+    for name in scenario.algorithm.split(","):
+        folder = workload.drafts.get(name)
+        found.append(known if name == "KNOWN" else f"{name}:draft={folder}" if folder else name)
+    return found
+
+
 def complete(
-    workload: Workload, scenario: Scenario | None, truth: Tokens, settings: dict[str, Any]
+    workload: Workload,
+    scenario: Scenario | None,
+    truth: Tokens,
+    settings: dict[str, Any],
+    *,
+    may_wait: bool = True,
 ) -> tuple[list[Tokens], dict[str, Any]]:
     """Complete the requests twice under a scenario; None: once, plainly, one by one.
 
@@ -212,7 +287,18 @@ def complete(
             "speculative_num_draft_tokens": scenario.nodes,
             **scenario.settings,
         }
-    with LLM(workload.model, **{**given, **settings}) as llm:
+        if scenario.algorithm in SEVERAL:
+            given |= {
+                "speculative_algorithm": _several(scenario, workload, algorithm),
+                "speculative_draft_model_path": None,
+                "speculative_num_steps": None,
+                "speculative_eagle_topk": None,
+                "extensions": [Dice(scenario.number)] if scenario.by_dice else [],
+            }
+    name = str(given["speculative_algorithm"]).replace("auto", "NGRAM")  # which is one of them
+    on_gpu = settings["device"] == "cuda"
+    waits = waiting_forbidden(name) if on_gpu and not may_wait else nullcontext()
+    with waits, LLM(workload.model, **{**given, **settings}) as llm:
         times = []
         for _ in range(1 if scenario is None else 2):
             outputs = llm.generate(workload.prompts, workload.params)
@@ -234,7 +320,8 @@ def differences(truth: Tokens, found: Tokens) -> list[tuple[int, int, int]]:
     return result
 
 
-COUNTED = ("verifications", "accepted", "retractions", "evicted_pages", "cached_tokens")
+COUNTED = ("verifications", "accepted", "retractions", "evicted_pages", "cached_tokens",
+           "verifications_by_drafter")  # fmt: skip
 
 
 def workloads(arguments: argparse.Namespace, models: Path, names: list[str]) -> list[Workload]:
@@ -258,6 +345,8 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=10**9, help="scenarios")
     parser.add_argument("--requests", type=int, help="of each target")
     parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--several", action="store_true", help="several algorithms in one run")
+    parser.add_argument("--no-waits", action="store_true", help="a step that waits raises")
     parser.add_argument("--wide", action="store_true", help="an 8B Llama, 8k, batch 64, float16")
     parser.add_argument("--cublas", action="store_true", help="count with cuBLAS's products")
     arguments = parser.parse_args()
@@ -281,7 +370,9 @@ def main() -> int:
         while number < arguments.first + arguments.count:
             if time.monotonic() - began > arguments.seconds:
                 break
-            run(number, targets, truths, settings, registry, tally, results, wide=arguments.wide)
+            run(number, targets, truths, settings, registry, tally, results,
+                wide=arguments.wide, several=arguments.several,
+                may_wait=not arguments.no_waits)  # fmt: skip
             number += 1
     print(", ".join(f"{count:,} {name}" for name, count in tally.items()))
     print(f"the next scenario is --first {number}")
@@ -298,9 +389,14 @@ def run(
     results: Results,
     *,
     wide: bool,
+    several: bool,
+    may_wait: bool,
 ) -> None:
     """Run a scenario, compare it with plain decoding, and count what differs."""
+    turn = number // len(targets)
     workload = targets[number % len(targets)]
+    if several and _chosen(turn)["algorithm"] == "auto":
+        workload = targets[-1]  # of the others it is NGRAM alone
     if wide and number % 2:
         settings = {**settings, "dtype": "float16"}
     dtype: str = settings["dtype"]
@@ -313,9 +409,13 @@ def run(
     algorithms = ["KNOWN", *registry.names()]
     if workload.model is not None:
         algorithms = [name for name in algorithms if _can_draft(name, workload, registry)]
-    scenario = draw(number // len(targets), workload, algorithms, registry, wide=wide)
+    scenario = (
+        draw_several(turn, workload)
+        if several
+        else draw(turn, workload, algorithms, registry, wide=wide)
+    )
     start = time.monotonic()
-    times, stats = complete(workload, scenario, truth, settings)
+    times, stats = complete(workload, scenario, truth, settings, may_wait=may_wait)
     found = [differences(truth, outputs) for outputs in times]
     requests = sum(map(len, times))
     tokens = sum(len(each) for outputs in times for each in outputs)
@@ -329,7 +429,8 @@ def run(
         }
     )
     verdict = "same" if not any(found) else f"DIFFERENT (request, first, tokens) {found}"
-    print(f"{number} {workload.name} {dtype} {_text(scenario)}: {verdict}", flush=True)
+    who = dict(stats["verifications_by_drafter"]) if several else ""
+    print(f"{number} {workload.name} {dtype} {_text(scenario)}: {verdict} {who}", flush=True)
     results.add("exactness", target=workload.name, dtype=dtype, **attrs.asdict(scenario),
                 tokens=tokens, requests=requests, differences=found,
                 accept_length=stats["mean_accept_length"], seconds=time.monotonic() - start,
@@ -348,7 +449,8 @@ def _text(scenario: Scenario) -> str:
         for name, value in scenario.settings.items()
         if value not in (None, False)
     )
-    return f"{scenario.algorithm} {shown}{share}, {', '.join(given)}"
+    dice = ", by dice" if scenario.by_dice else ""
+    return f"{scenario.algorithm} {shown}{share}{dice}, {', '.join(given)}"
 
 
 def _can_draft(name: str, workload: Workload, registry: Registry) -> bool:

@@ -3,11 +3,14 @@
 They are plugin objects as a third party would write them, given to
 ``LLM(speculative_algorithm=KnownDrafts(…))``. ``KnownDrafts`` costs one look-up a step. So what a
 verification costs and what acceptance is worth can be measured apart from any draft model.
+``KnownEagle3`` and ``KnownNgram`` cost what theirs do, and are accepted as is set: with random
+weights nothing else is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -21,9 +24,13 @@ from specplug import (
     Defaults,
     Draft,
     DraftInput,
+    ForeseenDrafts,
+    FutureMap,
+    RequestView,
     Runtime,
     hookimpl,
 )
+from specplug_eagle3 import Eagle3
 from specplug_ngram import Ngram
 
 Continuations = Mapping[tuple[int, ...], Sequence[int]]
@@ -178,6 +185,100 @@ class RefusedNgram(Ngram):
     def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
         draft = super().propose(runtime, batch, draft_input)
         draft.tokens[:, 1:].bitwise_xor_(1)
+        return draft
+
+
+_POSITIONS = 1 << 13
+"""Positions that ``KnownNgram`` and ``KnownEagle3`` tell apart; no text is as long."""
+
+
+class KnownNgram(Ngram):
+    """NGRAM some of whose drafted tokens are replaced by wrong ones, as it foresees too. The
+    vocabulary's size must be even.
+
+    Args:
+        share: how many of the tokens are left as they are.
+    """
+
+    def __init__(self, share: float) -> None:
+        draw = torch.Generator().manual_seed(0)
+        self._wrong = (torch.rand(_POSITIONS, generator=draw) >= share).to(torch.int64)
+        self._on_device = self._wrong
+
+    @hookimpl
+    def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
+        draft = super().propose(runtime, batch, draft_input)
+        self._on_device = self._on_device.to(batch.seq_lens.device)
+        order = torch.arange(1, draft.width, device=batch.seq_lens.device)
+        draft.tokens[:, 1:] ^= self._on_device[batch.seq_lens.unsqueeze(1) + order]
+        return draft
+
+    @hookimpl
+    def foresee_drafts(
+        self, runtime: Runtime, requests: Sequence[RequestView]
+    ) -> ForeseenDrafts | None:
+        foreseen = super().foresee_drafts(runtime, requests)
+        if foreseen is not None:
+            first = torch.tensor(foreseen.known).unsqueeze(1)
+            order = torch.arange(foreseen.tokens.shape[1])
+            foreseen.tokens.bitwise_xor_(self._wrong[first + order])
+        return foreseen
+
+
+class KnownEagle3(Eagle3):
+    """EAGLE-3 in chains whose drafted tokens are replaced by known ones, after it has computed
+    them.
+
+    Args:
+        share: how many of the tokens are right, given that those before them are.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._numbers: dict[tuple[int, ...], int] = {}
+        self._texts = torch.zeros(1, _POSITIONS, dtype=torch.int64)
+        self._text_of = torch.zeros(1, dtype=torch.int64)
+
+    def know(self, continuations: Continuations) -> None:
+        """Draft from these continuations from now on. No request may be running."""
+        known = [[*prompt, *rest] for prompt, rest in continuations.items()]
+        texts = torch.zeros(1 + len(known), _POSITIONS, dtype=torch.int64)
+        for number, text in enumerate(known, 1):
+            texts[number, : len(text)] = torch.tensor(text)
+        draw = torch.Generator().manual_seed(1)
+        texts += (torch.rand(texts.shape, generator=draw) >= self._share).to(torch.int64)
+        self._numbers = {prompt: number for number, prompt in enumerate(continuations, 1)}
+        self._texts = texts.to(self._text_of.device)
+
+    @hookimpl
+    def create_worker(self, runtime: Runtime) -> Any:
+        self._text_of = torch.zeros(
+            runtime.req_table_size, dtype=torch.int64, device=runtime.device
+        )
+        self._texts = self._texts.to(runtime.device)
+        return super().create_worker(runtime)
+
+    @hookimpl
+    def build_draft_input(
+        self,
+        runtime: Runtime,
+        batch: Batch,
+        target_output: CommittedOutput,
+        future_map: FutureMap,
+    ) -> DraftInput:
+        if any(batch.first_chunk):
+            found = [self._numbers.get(tuple(r.prompt_token_ids), 0) for r in batch.requests]
+            numbers = torch.tensor(found).to(runtime.device, non_blocking=True)
+            self._text_of.index_copy_(0, batch.req_indices, numbers)
+        return super().build_draft_input(runtime, batch, target_output, future_map)
+
+    @hookimpl
+    def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
+        draft = super().propose(runtime, batch, draft_input)
+        order = torch.arange(1, draft.width, device=batch.seq_lens.device)
+        at = batch.seq_lens.unsqueeze(1) + order
+        drafted = self._texts[self._text_of[batch.req_indices].unsqueeze(1), at]
+        draft.tokens[:, 1:] = drafted % runtime.vocab_size
         return draft
 
 

@@ -7,6 +7,7 @@
         --set 'warm_up="off"'
     python benchmarks/gpu/steps.py known --models FOLDER --output DIR
     python benchmarks/gpu/steps.py map --models FOLDER --output DIR --variants plain dflash-16
+    python benchmarks/gpu/steps.py choice --models FOLDER --output DIR --alone eagle3
 
 step     milliseconds of a decode step, plain and drafted, beside the memory's limit and vLLM. The
          limit is what the weights and the keys and values of a step weigh, over the bandwidth that
@@ -19,9 +20,11 @@ known    tokens a second of a drafter that knows the true continuation and is ri
          step gives 2, 3 or 4 tokens. The ideal is that accept length times plain decoding's speed.
 map      a decode step at batch 1 to 64 and contexts of 1 k to 16 k. Over a plain step's time that
          is the accept length from which the algorithm pays. Each variant can be a run of its own.
+choice   tokens a second of NGRAM and EAGLE-3 with a choice by step, of each alone, and of requests
+         that want no drafts, beside plain decoding: ``choices.py``
 
 A decode step takes (T(96 tokens) - T(16 tokens)) / steps, of the quickest of three rounds each.
-Weights are random, so drafts are refused and accept lengths are 1, but in ``known``.
+Weights are random, so drafts are refused and accept lengths are 1, but in ``known`` and ``choice``.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from choices import ALONE, BATCHES, measure_choices
 from engines import (
     BY_CUBLAS,
     VARIANTS,
@@ -395,6 +399,7 @@ MEASURES = {
     "prompt": measure_prompts,
     "known": measure_known,
     "map": measure_map,
+    "choice": measure_choices,
 }
 
 
@@ -408,6 +413,8 @@ def main() -> None:
     add("--rounds", type=int, help="prompt: 5; known and map: 2; else 3")
     add("--seconds", type=float, help="step: begin no variant after that; map: 40 for each")
     add("--prompts", nargs="+", type=int, default=PROMPTS, metavar="TOKENS")
+    add("--alone", nargs="*", choices=ALONE, default=["eagle3"], help="choice: beside it")
+    add("--batches", nargs="+", type=int, default=BATCHES, help="of choice")
     add("--slots", type=int, help="of the map's KV pool; default: what fits")
     add("--peer", action="store_true", help="vLLM beside it")
     add("--peer-python", default="python3", help="of an environment with vLLM")
@@ -427,7 +434,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         start = time.perf_counter()
         models = arguments.models or Path(scratch)
-        base = write_shape(models, shape, drafts_of(arguments.variants), device)
+        drafts = ["eagle3"] if what == "choice" else drafts_of(arguments.variants)
+        base = write_shape(models, shape, drafts, device)
         print(f"{base}: there in {time.perf_counter() - start:.1f} s", flush=True)
         results, more = Results(arguments.output), {}
         if what == "step":

@@ -76,6 +76,7 @@ class HookCalls:
         self._spec: Mapping[str, StateTensor] = {}
         self._lent: tuple[Runtime, LentRuntime] | None = None
         self._relay: HostRelay | None = None  # until a plugin leaves something for the host
+        self._num_planned = 0  # copies that were started when a step was last planned
 
     @property
     def extensions(self) -> list[dict[str, str]]:
@@ -91,6 +92,11 @@ class HookCalls:
     def plans_drafts(self) -> bool:
         """Whether a plugin implements ``plan_drafts``."""
         return "plan_drafts" not in self._plugins.core_alone
+
+    @property
+    def reads_on_host(self) -> bool:
+        """Whether a plugin has left something for the host, which ``propose`` waits for."""
+        return self._relay is not None
 
     @property
     def declares_state(self) -> bool:
@@ -209,14 +215,24 @@ class HookCalls:
         hook = "foresee_drafts"
         if hook in self._plugins.core_alone:
             return ForeseenDrafts.untold(len(requests))
-        # A CPU's copies are there at once; a GPU's are not waited for.
-        self._hand_over(runtime, keep=0 if runtime.device.type == "cpu" else IN_FLIGHT)
+        self._hand_over(runtime, keep=self._num_on_way(runtime))
         found = self._plugins.call(hook, runtime=self._lend(runtime), requests=requests)
         expected = "a specplug.ForeseenDrafts, or None"
         foreseen = rebuilt(self._plugins, hook, found, ForeseenDrafts, expected)
         _check_foreseen(self._plugins, foreseen, len(requests))
         is_current = self._relay is not None and not self._relay.num_sent
         return attrs.evolve(foreseen, is_current=is_current or not self._info.capabilities.overlap)
+
+    def _num_on_way(self, runtime: Runtime) -> int:
+        """Return how many of the last copies may still be on their way when a decode step is
+        planned: those that were started since the one before it was. A host that plans a step has
+        processed all but the last one; without overlap that one too."""
+        if self._relay is None:
+            return 0
+        before, self._num_planned = self._num_planned, self._relay.num_started
+        if not _takes_time(runtime):
+            return 0
+        return min(self._num_planned - before, IN_FLIGHT)
 
     def plan_drafts(self, runtime: Runtime, batch: Batch, choices: DraftChoices) -> DraftPlan:
         """Return who drafts for each request, and how much, within what the requests allow."""
@@ -458,6 +474,11 @@ class HookCalls:
         self._plugins.call("on_text_forgotten", runtime=self._lend(runtime), cache_salt=cache_salt)
         for part in parts_of(runtime):
             part.hooks.on_text_forgotten(part.runtime, cache_salt)
+
+
+def _takes_time(runtime: Runtime) -> bool:
+    """Return whether copies to the host may be on their way when the next step is launched."""
+    return runtime.device.type != "cpu" and runtime.overlap
 
 
 def parts_of(runtime: Runtime) -> Sequence[Part]:

@@ -27,10 +27,15 @@ class _Sent(NamedTuple):
 
 
 class HostRelay:
-    """Brings named tensors to the host. Copies are started when a step is launched."""
+    """Brings named tensors to the host. Copies are started when a step is launched.
+
+    Attributes:
+        num_started: the steps' halves whose copies were started, ever.
+    """
 
     def __init__(self) -> None:
         self._sent: deque[_Sent] = deque()
+        self.num_started = 0
 
     @property
     def num_sent(self) -> int:
@@ -45,6 +50,7 @@ class HostRelay:
         if copies:
             names = tuple(view.request_id for view in batch.requests)
             self._sent.append(_Sent(names, copies, Arrival(device)))
+            self.num_started += 1
 
     def arrived(self, keep: int = 0) -> Iterator[tuple[Sequence[str], Mapping[str, Tensor]]]:
         """Yield request ids and tensors of each step, but of the last ``keep``, once they have

@@ -171,6 +171,24 @@ class LateFeed:
         self._steps = [step for step in self._steps if step.places]
 
 
+def stand_in(batch: Batch, output: CommittedOutput) -> tuple[Batch, CommittedOutput]:
+    """Return a decode step as if it had come twice, for every other request once: what several
+    steps make up, for a start that compiles what they launch."""
+    ids = tuple(request.request_id for request in batch.requests)
+    step = _Step(
+        request_ids=ids,
+        places={},
+        columns=len(output.next_tokens) // len(ids),
+        seq_lens=batch.seq_lens,
+        output=output,
+        lens=(1,) * len(ids),
+    )
+    twice = [[(0, place), (1, place)][: 2 - place % 2] for place in range(len(ids))]
+    chunk, joined = _chunk(batch, [step, step], twice)
+    chunk.is_warm_up = batch.is_warm_up
+    return chunk, joined
+
+
 def _part(batch: Batch, places: Sequence[int]) -> Batch:
     """Return a batch of some of the requests."""
     if len(places) == batch.size:

@@ -22,7 +22,7 @@ from specplug.speculative.draft_state import StateTensor
 from specplug.speculative.future_map import FutureMap
 from specplug.speculative.graph_runner import PassRunner
 from specplug.speculative.hook_calls import HookCalls, parts_of
-from specplug.speculative.late_feed import LateFeed
+from specplug.speculative.late_feed import LateFeed, stand_in
 from specplug.speculative.verify import CommittedOutput
 
 if TYPE_CHECKING:
@@ -174,6 +174,9 @@ class Part:
         """Feed it what the target has computed; see the hook. What is fed late waits, and leaves no
         state."""
         self._is_fed = self._late is None or batch.is_prefill or batch.is_warm_up
+        if self._late is not None and batch.is_warm_up and not batch.is_prefill:
+            for drafts_follow in (False, True):
+                self._feed_one(*stand_in(batch, target_output), drafts_follow)
         if self._late is None or self._is_fed:
             own, output = self._lend(batch), _copy(target_output)
             made = self._hooks.build_draft_input(self._runtime, own, output, self.future_map)
@@ -190,14 +193,18 @@ class Part:
         """Feed it what waits for the requests of a batch; see ``LateFeed.take``."""
         assert self._late is not None
         for own, output in self._late.take(batch, drafts_follow=drafts_follow):
-            own.drafts_follow = drafts_follow
-            rows, seq_lens = own.req_indices.clone(), own.seq_lens + output.accept_lens
-            if own.is_prefill:
-                widths = own.chunk_widths
-                own.attention = self._runtime.plan_attention(own, own.seq_lens, widths)
-            made = self._hooks.build_draft_input(self._runtime, own, output, self.future_map)
-            if drafts_follow or made.state:
-                self._hooks.publish_and_stash(self.future_map, rows, seq_lens, output, made)
+            self._feed_one(own, output, drafts_follow)
+
+    def _feed_one(self, own: Batch, output: CommittedOutput, drafts_follow: bool) -> None:
+        """Feed it one of the batches that ``LateFeed`` yields."""
+        own.drafts_follow = drafts_follow
+        rows, seq_lens = own.req_indices.clone(), own.seq_lens + output.accept_lens
+        if own.is_prefill:
+            widths = own.chunk_widths
+            own.attention = self._runtime.plan_attention(own, own.seq_lens, widths)
+        made = self._hooks.build_draft_input(self._runtime, own, output, self.future_map)
+        if drafts_follow or made.state:
+            self._hooks.publish_and_stash(self.future_map, rows, seq_lens, output, made)
 
     def build_disagg_draft_input(self, batch: Batch, last_tokens: Tensor) -> DraftInput:
         """Return what it drafts from after another instance's prefill; see the hook."""

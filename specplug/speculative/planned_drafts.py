@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from specplug.speculative.runtime import Runtime
 
 
+_FEW_WIDTHS = 8
+"""Nodes of the widest draft up to which a start records all narrower ones."""
+
+
 def drafters_of(runtime: Runtime) -> Mapping[str, int]:
     """Return the algorithms that can draft in a run, and the most nodes of each one's drafts."""
     if isinstance(runtime.worker, SeveralWorker):
@@ -67,18 +71,31 @@ def warm_drafters(runtime: Runtime, *, plans: bool, has_draft_cache: bool) -> li
     worker, most = runtime.worker, runtime.config.num_draft_tokens
     if isinstance(worker, SeveralWorker):
         found = [
-            _warm_drafter(who, part.config.num_draft_tokens, part.worker, part.has_draft_model)
+            _warm_drafter(
+                who, part.config.num_draft_tokens, part.worker, part.has_draft_model, plans
+            )
             for who, part in enumerate(worker.parts)
         ]
     else:
-        found = [_warm_drafter(None, most, worker, has_draft_cache)]
+        found = [_warm_drafter(None, most, worker, has_draft_cache, plans)]
     nobody = [WarmDrafter(-1, 1)] if most > 1 and (plans or plans_within(runtime)) else []
     return [*found, *nobody]
 
 
-def _warm_drafter(who: int | None, most: int, worker: object, has_model: bool) -> WarmDrafter:
-    widths = worker.draft_widths if isinstance(worker, JointWorker) else ()
-    return WarmDrafter(who, most, widths, not (widths or has_model or most == 1))
+def _warm_drafter(
+    who: int | None, most: int, worker: object, has_model: bool, plans: bool
+) -> WarmDrafter:
+    grown = worker.draft_widths if isinstance(worker, JointWorker) else ()
+    planned = _planned_widths(most) if plans and has_model else ()
+    return WarmDrafter(who, most, grown or planned, not (grown or has_model or most == 1))
+
+
+def _planned_widths(most: int) -> tuple[int, ...]:
+    """Return widths of drafts that a plan may ask a draft model for, below the widest: each is a
+    pass of its own. All if they are few, else powers of two."""
+    if most <= _FEW_WIDTHS:
+        return tuple(range(2, most))
+    return tuple(1 << power for power in range(1, (most - 1).bit_length()))
 
 
 @attrs.frozen(eq=False)
@@ -88,16 +105,19 @@ class Proposer:
     Attributes:
         propose: of its hooks: takes a batch and its draft input.
         owns: whether a state of the draft input, by its name, is its own.
+        waits: whether it waits for the step before, to read on the host what that has left.
     """
 
     propose: Callable[[Batch, DraftInput], Draft]
     owns: Callable[[str], bool]
+    waits: bool = False
 
 
 def propose_planned(batch: Batch, draft_input: DraftInput, proposers: Sequence[Proposer]) -> Draft:
     """Return the drafts of a batch, each made by the one that ``batch.drafters`` names.
 
-    Each proposer gets a batch of its requests alone, and none where it has none.
+    Each proposer gets a batch of its requests alone, and none where it has none. Those that wait
+    come last: a device runs the passes of the others meanwhile.
 
     Args:
         batch: a decode step's. Without ``drafters`` the first one drafts for all.
@@ -105,7 +125,7 @@ def propose_planned(batch: Batch, draft_input: DraftInput, proposers: Sequence[P
     """
     who = batch.drafters or (0,) * batch.size
     made = []
-    for index, proposer in enumerate(proposers):
+    for index, proposer in sorted(enumerate(proposers), key=lambda each: each[1].waits):
         places = [place for place, drafter in enumerate(who) if drafter == index]
         if places:
             part, given = batch, draft_input

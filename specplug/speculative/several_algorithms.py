@@ -162,7 +162,7 @@ class SeveralAlgorithms(HeldParts):
         from specplug.speculative.planned_drafts import Proposer, propose_planned
 
         parts: Sequence[Part] = runtime.worker.parts
-        proposers = [Proposer(part.propose, part.owns) for part in parts]
+        proposers = [Proposer(part.propose, part.owns, part.hooks.reads_on_host) for part in parts]
         return propose_planned(batch, draft_input, proposers)
 
 

@@ -12,6 +12,7 @@ from draft_dice import Dice
 from specplug import (
     LLM,
     Batch,
+    Draft,
     DraftChoices,
     DraftPlan,
     ForeseenDrafts,
@@ -22,6 +23,8 @@ from specplug import (
     UsageError,
     hookimpl,
 )
+from specplug.speculative import hook_calls
+from specplug.speculative.part import Part
 
 TEXT = "def area(width, height):\n    return width * height\n\n\ndef "
 PROMPTS = [
@@ -144,6 +147,29 @@ def test_statistics_tell_what_each_one_brought() -> None:
     assert stats["drafted_by_drafter"]["NONE"] == 0
 
 
+def test_who_waits_for_the_step_before_proposes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NGRAM reads what steps have left on the host; a draft model's pass is launched before."""
+    order: list[str] = []
+
+    def propose(self: Part, *given: Any) -> Draft:
+        order.append(self.name)
+        return usual(self, *given)
+
+    class Halves(Dice):
+        @hookimpl
+        def plan_drafts(self, choices: DraftChoices) -> DraftPlan:
+            return DraftPlan(who=(0, 1)[: choices.size], most_nodes=choices.most_nodes)
+
+    usual = Part.propose
+    monkeypatch.setattr(Part, "propose", propose)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    with LLM(speculative_algorithm="NGRAM,EAGLE3", extensions=[Halves()], **SMALL) as llm:
+        llm.generate([TEXT, TEXT], params)
+    pairs = list(zip(order[::2], order[1::2], strict=False))
+    assert ("EAGLE3", "NGRAM") in pairs
+    assert ("NGRAM", "EAGLE3") not in pairs
+
+
 def test_where_nobody_drafts_no_propose_is_called() -> None:
     class Counting(Always):
         @hookimpl
@@ -209,6 +235,24 @@ def test_choices_have_what_ngram_would_draft(who: int, overlap: bool) -> None:
     right = [text[at] == token for at, token in watch.first[name].items() if at < len(text)]
     assert len(right) > 3
     assert sum(right) > 0.6 * len(right)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_foresight_lacks_only_the_step_that_runs(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where copies to the host take time, as on a GPU."""
+    monkeypatch.setattr(hook_calls, "_takes_time", lambda runtime: runtime.overlap)
+    watch = Foreseen(-1)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    given = {**SMALL, "extensions": [watch], "disable_overlap_schedule": not overlap}
+    with LLM(speculative_algorithm="NGRAM,EAGLE3", **given) as llm:
+        (output,) = llm.generate([TEXT], params)
+    assert watch.current == {not overlap}
+    first = len(output.prompt_token_ids) + (not overlap)
+    (known,) = watch.known.values()
+    assert known == list(range(first, first + len(known)))
+    assert len(known) >= 23
 
 
 def test_wrong_foresight_is_told_with_the_hook() -> None:

@@ -16,7 +16,9 @@ from specplug import (
     Batch,
     Defaults,
     Draft,
+    DraftChoices,
     DraftInput,
+    DraftPlan,
     PluginError,
     SamplingParams,
     TargetOutput,
@@ -136,6 +138,42 @@ def test_warm_up_covers_what_requests_bring(tiny_model: Path) -> None:
         assert {form[2] for form in plugin.warmed if form[0] == "extend"} >= {1, 2, 4, 8, 16}
         assert plugin.told[0].number == 1
         assert llm.effective_config["warm_up"] == "on"
+
+
+class Depths:
+    """Has the second algorithm draft for all requests, at each depth in turn, and notes the forms
+    of its passes, by whether they were warm-up."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.seen: dict[bool, set[tuple[Any, ...]]] = {True: set(), False: set()}
+
+    @hookimpl
+    def plan_drafts(self, choices: DraftChoices) -> DraftPlan:
+        self.steps += 1
+        most = 2 + self.steps % (choices.num_draft_tokens[1] - 1)
+        return DraftPlan(who=(1,) * choices.size, most_nodes=(most,) * choices.size)
+
+    @hookimpl(wrapper=True)
+    def propose(self, batch: Batch) -> Any:
+        if batch.drafters[0] == 1:
+            nodes = min(6, *batch.max_draft_nodes)
+            self.seen[batch.is_warm_up].add((batch_bucket(batch.size), nodes, batch.greedy))
+        return (yield)
+
+
+def test_warm_up_covers_depths_that_are_planned() -> None:
+    """A draft model's pass of each depth is a recording of its own."""
+    depths = Depths()
+    settings = {"max_running_requests": 2, "chunked_prefill_size": 16, "max_total_tokens": 1024}
+    given = {**settings, "extensions": [depths], "draft_choice": "first", "warm_up": "on"}
+    with LLM(speculative_algorithm="NGRAM,EAGLE3", device="cpu", **given) as llm:
+        for count in (1, 2):
+            for temperature in (0.0, 0.8):
+                params = SamplingParams(max_tokens=24, temperature=temperature, ignore_eos=True)
+                llm.generate(["def "] * count, params)
+    assert {nodes for _, nodes, _ in depths.seen[False]} == {2, 3, 4, 5, 6}
+    assert depths.seen[False] <= depths.seen[True]
 
 
 def test_warm_up_covers_cuts_to_the_budget(tiny_model: Path) -> None:

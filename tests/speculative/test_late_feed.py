@@ -15,7 +15,9 @@ from specplug import (
     CommittedOutput,
     Draft,
     DraftChoices,
+    DraftInput,
     DraftPlan,
+    FutureMap,
     Runtime,
     SamplingParams,
     hookimpl,
@@ -23,6 +25,7 @@ from specplug import (
 from specplug.speculative.hook_order import ForwardMode
 from specplug.speculative.late_feed import LateFeed
 from specplug.speculative.part import Part
+from specplug_eagle3 import Eagle3
 
 TEXT = "def area(width, height):\n    return width * height\n\n\ndef "
 PROMPTS = [TEXT, TEXT + "area(width, height):\n", "import os\nimport ", "class Shape:\n    def "]
@@ -136,6 +139,36 @@ def test_pages_that_were_not_fed_are_not_shared(monkeypatch: pytest.MonkeyPatch)
     fed, (more, _) = run()
     assert more > cached
     assert late == fed
+
+
+class Chunks(Eagle3):
+    """Notes the chunks that several decode steps make up: whether it was warm-up, whether drafts
+    follow, and whether requests have differing widths."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[bool, bool, bool]] = set()
+
+    @hookimpl
+    def build_draft_input(
+        self, runtime: Runtime, batch: Batch, target_output: CommittedOutput, future_map: FutureMap
+    ) -> DraftInput:
+        if batch.is_prefill and not any(batch.first_chunk):
+            ragged = len(set(batch.chunk_widths)) > 1
+            self.seen.add((batch.is_warm_up, batch.drafts_follow, ragged))
+        return super().build_draft_input(runtime, batch, target_output, future_map)
+
+
+def test_warm_up_feeds_what_several_steps_make_up() -> None:
+    """So that no request waits for what a late chunk compiles."""
+    chunks = Chunks()
+    given = {**SMALL, "warm_up": "on", "max_running_requests": 2, "chunked_prefill_size": 16}
+    with LLM(speculative_algorithm=["NGRAM", chunks], extensions=[Turns()], **given) as llm:
+        warmed = {(follow, ragged) for warm_up, follow, ragged in chunks.seen if warm_up}
+        chunks.seen.clear()
+        llm.generate(["def area(width, height):\n"] * 2, SamplingParams(max_tokens=90))
+        assert chunks.seen
+        assert not any(warm_up for warm_up, _, _ in chunks.seen)
+    assert warmed == {(follow, ragged) for follow in (True, False) for ragged in (True, False)}
 
 
 class View:
