@@ -13,8 +13,9 @@ whether or not the ones before have been answered. Reported are, over all rounds
   text, by the tokens in between; a verification may give several tokens at once,
 - gap: seconds between two pieces of text that follow one another,
 - request: seconds from sending a request to its last piece of text,
+- of NONE: the same as a share of what the same request took in the same round under NONE,
 
-as medians and 99th percentiles (of requests the 95th), and the output tokens a second from the
+as medians and 99th percentiles (of the last two the 95th), and the output tokens a second from the
 first request of a round to the end of its last one. Of each four requests of ``--mixed`` one is a
 chat that has to call a tool, and the client of one goes away in the middle. Exits with 1 if a
 request fails, if its text is not that of the plain server under NONE, or, with ``--slower``, if the
@@ -94,6 +95,7 @@ class Sample:
         ttft: seconds to the first piece of text.
         seconds: to the last one.
         gaps: seconds between pieces.
+        kind: what it did, one of ``MIXED``.
     """
 
     text: str
@@ -101,6 +103,7 @@ class Sample:
     ttft: float
     seconds: float
     gaps: tuple[float, ...]
+    kind: str
 
     @property
     def itl(self) -> float:
@@ -120,15 +123,26 @@ class Cell:
     samples: list[Sample] = attrs.field(factory=list)
     tokens_per_second: list[float] = attrs.field(factory=list)
 
-    def figures(self) -> dict[str, float]:
-        """Seconds and rates by name."""
+    def figures(self, plain: Cell | None) -> dict[str, float]:
+        """Seconds and rates by name.
+
+        Args:
+            plain: what NONE has shown with the same requests in the same order.
+        """
         found = {"tokens_per_second": statistics.median(self.tokens_per_second)}
         of = {
             "ttft": [s.ttft for s in self.samples],
             "itl": [s.itl for s in self.samples if s.tokens],
             "request": [s.seconds for s in self.samples],
             "gap": [gap for s in self.samples for gap in s.gaps],
+            **{
+                kind: [s.seconds for s in self.samples if s.kind == kind]
+                for kind in {s.kind for s in self.samples}
+            },
         }
+        if plain is not None:
+            both = zip(self.samples, plain.samples, strict=True)
+            of["of_none"] = [own.seconds / other.seconds for own, other in both]
         for name, values in of.items():
             for share in PERCENTILES:
                 found[f"{name}_p{share}"] = percentile(values, share)
@@ -218,7 +232,7 @@ async def ask(client: AsyncOpenAI, kind: str, prompt: str, args: Any) -> Sample:
             break
     moments = moments or [time.perf_counter()]
     gaps = tuple(after - before for before, after in pairwise(moments))
-    return Sample(called + text, tokens, moments[0] - began, moments[-1] - began, gaps)
+    return Sample(called + text, tokens, moments[0] - began, moments[-1] - began, gaps, kind)
 
 
 def pieces_of(choice: Any) -> tuple[str, str]:
@@ -266,7 +280,10 @@ def arrivals(rate: float, count: int, seed: int) -> list[float]:
 def rows_of(cells: Mapping[tuple[str, str, float], Cell]) -> list[Row]:
     """The figures of all cells, as the report has them."""
     return [
-        {"algorithm": algorithm, "mode": mode, "rate": rate, **cell.figures()}
+        {
+            **{"algorithm": algorithm, "mode": mode, "rate": rate},
+            **cell.figures(cells.get(("NONE", mode, rate))),
+        }
         for (algorithm, mode, rate), cell in cells.items()
     ]
 
@@ -275,14 +292,15 @@ def show(rows: Sequence[Row]) -> None:
     """Print the figures of all deployments, times in milliseconds."""
     shown = {"TTFT": 99, "ITL": 99, "gap": 99, "request": 95}
     times = (f"{name} p50 / p{most}" for name, most in shown.items())
-    print(head("requests/s", "algorithm", "mode", *times, "tokens/s"))
+    print(head("requests/s", "algorithm", "mode", *times, "of NONE p50 / p95", "tokens/s"))
     for row in rows:
         times = (
             f"{1000 * row[f'{name.lower()}_p50']:.1f} / {1000 * row[f'{name.lower()}_p{most}']:.1f}"
             for name, most in shown.items()
         )
         cells = f"{row['rate']:g}", f"`{row['algorithm']}`", row["mode"]
-        print(line([*cells, *times, f"{row['tokens_per_second']:.0f}"]))
+        shares = [f"{row[name]:.2f}" for name in ("of_none_p50", "of_none_p95") if name in row]
+        print(line([*cells, *times, " / ".join(shares), f"{row['tokens_per_second']:.0f}"]))
 
 
 def draw(rows: Sequence[Row], title: str, file: Path) -> None:

@@ -85,6 +85,17 @@ def test_text_does_not_depend_on_chunks(together: bool) -> None:
     assert asyncio.run(load.ask(client, load.CALLS, "x", args)).text == "}b"
 
 
+def test_requests_are_compared_with_the_same_ones() -> None:
+    def cell(*seconds: float) -> load.Cell:
+        samples = [load.Sample("", 1, 0.1, each, (), load.COMPLETES) for each in seconds]
+        return load.Cell(samples, [1.0])
+
+    cells = {("NONE", "plain", 2.0): cell(1.0, 4.0, 2.0), ("A", "plain", 2.0): cell(2.0, 2.0, 2.0)}
+    _, row = load.rows_of(cells)
+    assert (row["of_none_p50"], row["of_none_p95"]) == (1.0, 2.0)
+    assert row["completes_p95"] == 2.0
+
+
 def test_slower_requests_are_told() -> None:
     rows = [
         {"algorithm": name, "mode": "plain", "rate": 4.0, "request_p95": seconds}
