@@ -369,15 +369,23 @@ class LLM:
             run.engine.abort(request_id)
 
     def stats(self) -> dict[str, Any]:
-        """Return totals since the engine was made; see ``specplug.engine.statistics``."""
+        """Return ``totals``, and in "speculation" what speculation brought, or None; see
+        ``specplug.engine.speculation``. That takes milliseconds of the engine's time."""
         with self._turns:
-            stats = self.engine.statistics.as_dict()
             choice = self.run.choice
             brought = None if choice is None else choice.benefit
-            stats["speculation"] = speculation_of(self.engine.statistics, brought)
+            return {
+                **self.totals(),
+                "speculation": speculation_of(self.engine.statistics, brought),
+            }
+
+    def totals(self) -> dict[str, Any]:
+        """Return totals since the engine was made; see ``specplug.engine.statistics``."""
+        with self._turns:
+            totals = self.engine.statistics.as_dict()
             if self.decode_instance is not None:
-                stats |= self.decode_instance.transfers.as_dict()
-            return stats
+                totals |= self.decode_instance.transfers.as_dict()
+            return totals
 
     @property
     def occupancy(self) -> dict[str, int]:

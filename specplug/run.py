@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -188,15 +189,19 @@ def _start_algorithm(
     """Start the algorithm, and join the other ranks once the settings are known to be right.
     Returns the choice of drafts too."""
 
-    def resolve(info: AlgorithmInfo) -> SpecConfig:
+    @cache
+    def target_config() -> dict[str, Any]:
         with startup.part("reading the configuration"):
-            spec = resolve_speculation(config, info)
+            return read_target_config(find_model(config.model))
+
+    def resolve(info: AlgorithmInfo) -> SpecConfig:
+        spec = resolve_speculation(config, info, target_config())
         joined.ranks = join_ranks(config, device, spec.target_config)
         return spec
 
-    is_automatic = is_auto(config.speculative_algorithm)
-    target_config = read_target_config(find_model(config.model)) if is_automatic else None
-    selected, automatic = select_algorithm(Registry(), config, target_config)
+    # An algorithm that is named is found first: what is wrong with it is told at once.
+    known = target_config() if is_auto(config.speculative_algorithm) else None
+    selected, automatic = select_algorithm(Registry(), config, known)
     if automatic is not None:
         _log.info(automatic.line)
     choice = _choice_of(config, selected.info)

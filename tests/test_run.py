@@ -19,6 +19,7 @@ from specplug.distributed.rank_group import join_ranks
 from specplug.engine.cuda_graphs import CudaGraphs
 from specplug.engine.scheduler import SchedulerConfig
 from specplug.errors import FallbackWarning
+from specplug.model.checkpoint import read_config
 from specplug.run import features_of
 
 PACKAGE = Path(specplug.__file__).parent
@@ -63,6 +64,21 @@ def test_settings_are_all_handed_to_a_part(
     runner: Any = SimpleNamespace(target=SimpleNamespace(device=torch.device("cuda")))
     CudaGraphs(NotedConfig(disable_cuda_graph=True), runner)
     assert attrs.fields_dict(EngineConfig).keys() - reads == CHECKED_ALONE
+
+
+@pytest.mark.parametrize("algorithm", ["NONE", "auto"])
+def test_start_reads_the_targets_configuration_once(
+    algorithm: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def counted(path: str) -> Any:
+        read.append(path)
+        return read_config(path)
+
+    monkeypatch.setattr("specplug.model.loading.read_config", counted)
+    LLM(tiny_model, device="cpu", speculative_algorithm=algorithm).close()
+    assert read == [str(tiny_model)]
 
 
 def test_limits_all_reach_the_scheduler() -> None:

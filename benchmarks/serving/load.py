@@ -1,7 +1,7 @@
 """A server under load: Poisson arrivals of held-out prompts, through the openai client.
 
     python benchmarks/serving/load.py [--algorithms A,B] [--modes plain,disaggregated]
-        [--rates R ...] [--requests N] [--rounds N] [--output DIR]
+        [--rates R ...] [--requests N] [--rounds N] [--mixed] [--slower PERCENT] [--output DIR]
 
 For each algorithm a server is started (``specplug serve``), and, disaggregated, a decode and a
 prefill instance. All of them stay up, and take turns: in each round, at each rate, every one gets
@@ -12,10 +12,15 @@ whether or not the ones before have been answered. Reported are, over all rounds
 - ITL, the inter-token latency: of each request, the seconds from its first to its last piece of
   text, by the tokens in between; a verification may give several tokens at once,
 - gap: seconds between two pieces of text that follow one another,
+- request: seconds from sending a request to its last piece of text,
+- of NONE: the same as a share of what the same request took in the same round under NONE,
 
-as medians and 99th percentiles, and the output tokens a second from the first request of a round
-to the end of its last one. Exits with 1 if a request fails, or if its text is not that of the
-plain server under NONE.
+as medians and 99th percentiles (of the last two the 95th), and the output tokens a second from the
+first request of a round to the end of its last one. Of each four requests of ``--mixed`` one is a
+chat that has to call a tool, and the client of one goes away in the middle. Exits with 1 if a
+request fails, if its text is not that of the plain server under NONE, or, with ``--slower``, if the
+95th percentile of requests is by more than that above the one under NONE, in the same mode at the
+same rate.
 
 The load generator, all servers and their engines share the machine: give it more cores than there
 are engines that run at a time (one, or two where prefill and decode are apart), and one more.
@@ -26,9 +31,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,7 +55,23 @@ from specplug.bench.machine import describe_machine, versions
 from specplug.registry import Registry
 
 MODES = ("plain", "disaggregated")
-PERCENTILES = (50, 99)
+PERCENTILES = (50, 95, 99)
+COMPLETES, CALLS, LEAVES = "completes", "calls", "leaves"
+MIXED = COMPLETES, CALLS, COMPLETES, LEAVES
+"""What requests do in turn."""
+LEFT_AFTER = 24
+"""Characters of text after which a client goes away that does."""
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "store",
+        "parameters": {
+            "properties": {"names": {"type": "array", "items": {"type": "string"}}},
+            "required": ["names"],
+        },
+    },
+}
 STYLES = {"plain": "-o", "disaggregated": "--s"}
 PANELS = (
     ("ttft_p50", "TTFT, median", "ms"),
@@ -66,11 +89,13 @@ class Sample:
     """One request, as its client saw it.
 
     Attributes:
-        text: what was generated.
-        tokens: how many.
+        text: what was generated, after the arguments of tools' calls. Where the client went away,
+            the text before that.
+        tokens: how many; 0 where the client went away.
         ttft: seconds to the first piece of text.
         seconds: to the last one.
         gaps: seconds between pieces.
+        kind: what it did, one of ``MIXED``.
     """
 
     text: str
@@ -78,6 +103,7 @@ class Sample:
     ttft: float
     seconds: float
     gaps: tuple[float, ...]
+    kind: str
 
     @property
     def itl(self) -> float:
@@ -97,14 +123,26 @@ class Cell:
     samples: list[Sample] = attrs.field(factory=list)
     tokens_per_second: list[float] = attrs.field(factory=list)
 
-    def figures(self) -> dict[str, float]:
-        """Seconds and rates by name."""
+    def figures(self, plain: Cell | None) -> dict[str, float]:
+        """Seconds and rates by name.
+
+        Args:
+            plain: what NONE has shown with the same requests in the same order.
+        """
         found = {"tokens_per_second": statistics.median(self.tokens_per_second)}
         of = {
             "ttft": [s.ttft for s in self.samples],
-            "itl": [s.itl for s in self.samples],
+            "itl": [s.itl for s in self.samples if s.tokens],
+            "request": [s.seconds for s in self.samples],
             "gap": [gap for s in self.samples for gap in s.gaps],
+            **{
+                kind: [s.seconds for s in self.samples if s.kind == kind]
+                for kind in {s.kind for s in self.samples}
+            },
         }
+        if plain is not None:
+            both = zip(self.samples, plain.samples, strict=True)
+            of["of_none"] = [own.seconds / other.seconds for own, other in both]
         for name, values in of.items():
             for share in PERCENTILES:
                 found[f"{name}_p{share}"] = percentile(values, share)
@@ -162,28 +200,55 @@ def deploy(algorithm: str, mode: str, options: Sequence[str]) -> Deployment:
     return Deployment(algorithm, mode, servers)
 
 
-async def complete(client: AsyncOpenAI, prompt: str, max_tokens: int, temperature: float) -> Sample:
-    """One request, streamed."""
+async def ask(client: AsyncOpenAI, kind: str, prompt: str, args: Any) -> Sample:
+    """One request, streamed: a completion, or a chat that has to call a tool."""
+    shared: dict[str, Any] = {
+        **{"model": "tiny-code", "max_tokens": args.max_tokens, "temperature": args.temperature},
+        **{"seed": 1, "stream": True, "stream_options": {"include_usage": True}},
+    }
     began = time.perf_counter()
-    stream = await client.completions.create(
-        model="tiny-code",
-        prompt=prompt,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=1,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    text, tokens, moments = "", 0, []
+    stream: Any
+    if kind == CALLS:
+        stream = await client.chat.completions.create(
+            messages=[{"role": "user", "content": prompt}],
+            tools=[TOOL],
+            tool_choice="required",
+            **shared,
+        )
+    else:
+        stream = await client.completions.create(prompt=prompt, **shared)
+    text, called, tokens, moments = "", "", 0, []
     async for chunk in stream:
         if chunk.usage is not None:
             tokens = chunk.usage.completion_tokens
-        if chunk.choices and chunk.choices[0].text:
+        piece, arguments = pieces_of(chunk.choices[0]) if chunk.choices else ("", "")
+        if piece or arguments:
             moments.append(time.perf_counter())
-            text += chunk.choices[0].text
+            text += piece
+            called += arguments
+        if kind == LEAVES and len(text) >= LEFT_AFTER:
+            await stream.close()
+            text, tokens = text[:LEFT_AFTER], 0
+            break
     moments = moments or [time.perf_counter()]
     gaps = tuple(after - before for before, after in pairwise(moments))
-    return Sample(text, tokens, moments[0] - began, moments[-1] - began, gaps)
+    return Sample(called + text, tokens, moments[0] - began, moments[-1] - began, gaps, kind)
+
+
+def pieces_of(choice: Any) -> tuple[str, str]:
+    """What a chunk's choice adds to the text, and to the arguments of tools' calls. A chunk may
+    have both, and which of them came first it does not say."""
+    if not hasattr(choice, "delta"):
+        return choice.text or "", ""
+    calls = choice.delta.tool_calls or ()
+    arguments = (call.function.arguments or "" for call in calls if call.function is not None)
+    return choice.delta.content or "", "".join(arguments)
+
+
+def kinds_of(args: Any) -> list[str]:
+    """What each request of a round does."""
+    kinds = MIXED if args.mixed else (COMPLETES,)
+    return [kinds[number % len(kinds)] for number in range(args.requests)]
 
 
 async def load(
@@ -195,11 +260,11 @@ async def load(
     ) as client:
         began = time.perf_counter()
 
-        async def at(moment: float, prompt: str) -> Sample:
+        async def at(moment: float, kind: str, prompt: str) -> Sample:
             await asyncio.sleep(max(0.0, moment - (time.perf_counter() - began)))
-            return await complete(client, prompt, args.max_tokens, args.temperature)
+            return await ask(client, kind, prompt, args)
 
-        samples = await asyncio.gather(*map(at, moments, prompts))
+        samples = await asyncio.gather(*map(at, moments, kinds_of(args), prompts))
         return samples, time.perf_counter() - began
 
 
@@ -215,22 +280,27 @@ def arrivals(rate: float, count: int, seed: int) -> list[float]:
 def rows_of(cells: Mapping[tuple[str, str, float], Cell]) -> list[Row]:
     """The figures of all cells, as the report has them."""
     return [
-        {"algorithm": algorithm, "mode": mode, "rate": rate, **cell.figures()}
+        {
+            **{"algorithm": algorithm, "mode": mode, "rate": rate},
+            **cell.figures(cells.get(("NONE", mode, rate))),
+        }
         for (algorithm, mode, rate), cell in cells.items()
     ]
 
 
 def show(rows: Sequence[Row]) -> None:
     """Print the figures of all deployments, times in milliseconds."""
-    times = (f"{name} p50 / p99" for name in ("TTFT", "ITL", "gap"))
-    print(head("requests/s", "algorithm", "mode", *times, "tokens/s"))
+    shown = {"TTFT": 99, "ITL": 99, "gap": 99, "request": 95}
+    times = (f"{name} p50 / p{most}" for name, most in shown.items())
+    print(head("requests/s", "algorithm", "mode", *times, "of NONE p50 / p95", "tokens/s"))
     for row in rows:
         times = (
-            f"{1000 * row[f'{name}_p50']:.1f} / {1000 * row[f'{name}_p99']:.1f}"
-            for name in ("ttft", "itl", "gap")
+            f"{1000 * row[f'{name.lower()}_p50']:.1f} / {1000 * row[f'{name.lower()}_p{most}']:.1f}"
+            for name, most in shown.items()
         )
         cells = f"{row['rate']:g}", f"`{row['algorithm']}`", row["mode"]
-        print(line([*cells, *times, f"{row['tokens_per_second']:.0f}"]))
+        shares = [f"{row[name]:.2f}" for name in ("of_none_p50", "of_none_p95") if name in row]
+        print(line([*cells, *times, " / ".join(shares), f"{row['tokens_per_second']:.0f}"]))
 
 
 def draw(rows: Sequence[Row], title: str, file: Path) -> None:
@@ -288,7 +358,12 @@ def run(args: argparse.Namespace) -> tuple[dict[Any, Cell], list[str]]:
     cells: dict[tuple[str, str, float], Cell] = {}
     with ExitStack() as ends, ThreadPoolExecutor(args.starters) as starters:
         pairs = [(a, m) for a in args.algorithms for m in args.modes]
-        starting = [starters.submit(deploy, a, m, args.options) for a, m in pairs]
+        options = [*args.options]
+        if args.mixed:
+            file = Path(ends.enter_context(tempfile.TemporaryDirectory())) / "chat.jinja"
+            file.write_text(TEMPLATE)
+            options += ["--chat-template", str(file), "--tool-call-parser", "hermes"]
+        starting = [starters.submit(deploy, a, m, options) for a, m in pairs]
         deployments = [each.result() for each in starting]
         tell(f"{len(deployments)} deployments serve")
         for deployment in deployments:
@@ -304,8 +379,9 @@ def run(args: argparse.Namespace) -> tuple[dict[Any, Cell], list[str]]:
                 cell = cells.setdefault((deployment.algorithm, deployment.mode, rate), Cell())
                 cell.samples += samples
                 cell.tokens_per_second.append(sum(s.tokens for s in samples) / seconds)
-                for prompt, sample in zip(chosen, samples, strict=True):
-                    texts.setdefault(prompt, {})[deployment.name] = sample.text
+                for kind, prompt, sample in zip(kinds_of(args), chosen, samples, strict=True):
+                    key = prompt if kind == COMPLETES else f"{kind}: {prompt}"
+                    texts.setdefault(key, {})[deployment.name] = sample.text
                 tell(f"{turn + 1}: {deployment.name} {rate:g}/s, {seconds:.1f} s")
     return cells, list(differences(texts))
 
@@ -317,6 +393,21 @@ def differences(texts: dict[str, dict[str, str]]) -> Iterator[str]:
         for name, text in by_name.items():
             if text != expected:
                 yield f"{name} differs from {first} after {prompt[:40]!r}"
+
+
+def slower(rows: Sequence[Row], percent: float) -> Iterator[str]:
+    """Whose requests take longer than those under NONE, by more than ``percent`` at p95."""
+    plain = {(row["mode"], row["rate"]): row for row in rows if row["algorithm"] == "NONE"}
+    for row in rows:
+        other = plain.get((row["mode"], row["rate"]))
+        if other is None:
+            continue
+        more = 100 * (row["request_p95"] / other["request_p95"] - 1)
+        if more > percent:
+            yield (
+                f"{row['algorithm']} {row['mode']} at {row['rate']:g}/s: the 95th percentile of "
+                f"requests is {more:.1f} % above that under NONE, {percent:g} allowed"
+            )
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -333,6 +424,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=3)
     add("--max-tokens", type=int, default=96)
     add("--temperature", type=float, default=0.0)
+    add("--mixed", action="store_true", help="chats with tools, and clients that go away, too")
+    add("--slower", type=float, help="percent that requests may be slower than with NONE at p95")
     add("--starters", type=int, default=2, help="deployments that are started at a time")
     add("--output", type=Path, help="folder for load.json and load.png")
     add("options", nargs="*", help="more options of specplug serve, after --")
@@ -342,7 +435,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print, write; 1 if a text differs."""
+    """Run, print, write; 1 if a text differs, or requests are slower than they may be."""
     args = parse(arguments)
     cells, different = run(args)
     rows = rows_of(cells)
@@ -355,16 +448,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = {
             "settings": {name: value for name, value in vars(args).items() if name != "output"},
             "machine": machine,
+            "load_average": os.getloadavg(),
             "versions": versions(["specplug", "torch", "transformers", "pyzmq", "openai"]),
             "cells": rows,
         }
         (args.output / "load.json").write_text(json.dumps(report, indent=2) + "\n")
         where = machine["gpu"] or machine["cpu"]
         draw(rows, f"{title}, {where}", args.output / "load.png")
-    for each in different:
+    late = [] if args.slower is None else [*slower(rows, args.slower)]
+    for each in (*different, *late):
         tell(each)
     tell("all texts identical" if not different else f"{len(different)} texts differ")
-    return 1 if different else 0
+    tell(f"load average {' '.join(f'{each:.1f}' for each in os.getloadavg())}")
+    return 1 if different or late else 0
 
 
 if __name__ == "__main__":

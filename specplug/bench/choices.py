@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from specplug.hookspecs import hookimpl
+from specplug.llm import LLM
 
 if TYPE_CHECKING:
-    from specplug.host import Completion, MeasuredEngine
-    from specplug.sampling_params import SamplingParams
     from specplug.speculative.report import StepReport
 
 
@@ -58,51 +57,26 @@ class ChoiceLog:
         self._steps.clear()
 
 
-class WatchedEngine:
-    """A ``MeasuredEngine`` whose statistics have the choices of its steps, too.
+class WatchedLLM(LLM):
+    """An ``LLM`` whose statistics have the choices of its steps, too.
 
     Args:
-        engine: with ``log`` among its extensions.
+        settings: of ``LLM``.
     """
 
-    def __init__(self, engine: MeasuredEngine, log: ChoiceLog) -> None:
-        self._engine, self._log = engine, log
+    def __init__(self, **settings: Any) -> None:
+        self._log = ChoiceLog()
+        super().__init__(extensions=[self._log], **settings)
 
-    @property
-    def effective_config(self) -> Mapping[str, Any]:
-        return self._engine.effective_config
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._engine.tokenizer
-
-    @property
-    def context_len(self) -> int:
-        return self._engine.context_len
-
-    def generate(
-        self,
-        prompts: Sequence[str | Sequence[int]],
-        sampling_params: SamplingParams | Sequence[SamplingParams],
-        *,
-        on_finished: Callable[[Any], None] | None = None,
-    ) -> Sequence[Completion]:
-        """Complete prompts together."""
-        return self._engine.generate(prompts, sampling_params, on_finished=on_finished)
-
-    def stats(self) -> Mapping[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """Return the engine's statistics, with "choices", a mapping for each decode step."""
         choices = [
             {**attrs.asdict(step, recurse=False), "drafters": dict(step.drafters)}
             for step in self._log.choices
         ]
-        return {**self._engine.stats(), "choices": choices}
+        return {**super().stats(), "choices": choices}
 
     def reset_stats(self) -> None:
         """Start counting anew."""
         self._log.clear()
-        self._engine.reset_stats()
-
-    def close(self) -> None:
-        """Free the engine."""
-        self._engine.close()
+        super().reset_stats()

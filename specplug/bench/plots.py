@@ -328,7 +328,7 @@ def draw_shares(
     """Draw the share of each drafter at each step, one above the other.
 
     Args:
-        steps: mappings as ``WatchedEngine.stats`` has them.
+        steps: mappings as ``WatchedLLM.stats`` has them.
         names: of drafters, from the bottom.
         colors: by name.
         most: of more steps, neighbours are put together.

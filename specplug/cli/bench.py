@@ -282,16 +282,14 @@ def _opener(options: Mapping[str, Any]) -> OpenEngine:
     shared, engine = chosen(SHARED, options), options["engine"]
 
     def open_embedded(variant: Variant, size: int) -> MeasuredEngine:
-        from specplug.bench.choices import ChoiceLog, WatchedEngine
+        from specplug.bench.choices import WatchedLLM
         from specplug.llm import LLM
 
-        log = ChoiceLog()
-        llm = LLM(
+        make = WatchedLLM if variant.is_several else LLM
+        return make(
             speculative_algorithm=variant.algorithm,
-            extensions=[log] if variant.is_several else [],
             **{**shared, **variant.arguments, "max_running_requests": size},
         )
-        return WatchedEngine(llm, log) if variant.is_several else llm
 
     def open_other(variant: Variant, size: int) -> MeasuredEngine:
         config = EngineConfig(model=shared["model"], dtype=shared["dtype"], **variant.arguments)

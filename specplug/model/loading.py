@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -61,24 +62,26 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype | None:
     return value
 
 
-def resolve_speculation(config: EngineConfig, algorithm: AlgorithmInfo) -> SpecConfig:
-    """Return the speculation settings of a run, over the algorithm's defaults, with the target's
-    ``config.json``.
+def resolve_speculation(
+    config: EngineConfig, algorithm: AlgorithmInfo, target_config: Mapping[str, Any]
+) -> SpecConfig:
+    """Return the speculation settings of a run, over the algorithm's defaults.
+
+    Args:
+        target_config: the target's ``config.json``, which the settings will have.
 
     Raises:
         UsageError: the algorithm cannot run with these settings.
-        CheckpointError: the target's configuration cannot be read.
     """
     folder = config.speculative_draft_model_path
-    path = find_model(config.model)
     return SpecConfig.resolve(
         algorithm,
         num_steps=config.speculative_num_steps,
         topk=config.speculative_eagle_topk,
         num_draft_tokens=config.speculative_num_draft_tokens,
         draft_model_path=None if folder is None else Path(folder).expanduser(),
-        model_name=path,
-        target_config=read_target_config(path),
+        model_name=find_model(config.model),
+        target_config=target_config,
         settings=config.speculative_settings,
     )
 
@@ -105,7 +108,11 @@ def load_target(
 
 
 def read_target_config(path: str) -> dict[str, Any]:
-    """Read the target's ``config.json``, before any weight so that a misfit is told early."""
+    """Read the target's ``config.json``, before any weight so that a misfit is told early.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
     config: dict[str, Any] = read_config(path).get_text_config().to_dict()
     return config
 

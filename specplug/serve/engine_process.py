@@ -297,7 +297,7 @@ class EngineLoop:
             case Abort():
                 self._abort(item.id)
             case AskStats():
-                self._send(Stats(totals=self._llm.stats(), occupancy=self._llm.occupancy))
+                self._send(Stats(totals=self._llm.totals(), occupancy=self._llm.occupancy))
             case Flush():
                 self._flush(item.cache_salt)
             case End():

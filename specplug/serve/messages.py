@@ -190,7 +190,7 @@ class Stats:
     """From the engine: its statistics, and what it holds.
 
     Attributes:
-        totals: ``LLM.stats()``; a key may be missing, and others may come.
+        totals: ``LLM.totals()``; a key may be missing, and others may come.
         occupancy: ``LLM.occupancy``.
     """
 

@@ -22,8 +22,8 @@ class Total:
     """A counter of the engine's statistics.
 
     Attributes:
-        key: of ``LLM.stats()``. A number is one counter, a mapping one for each of its keys, a list
-            one for each position from 1 on; a key that is missing gives none.
+        key: of ``LLM.totals()``. A number is one counter, a mapping one for each of its keys, a
+            list one for each position from 1 on; a key that is missing gives none.
         name: of the metric, without ``specplug_`` and ``_total``.
         help: one line.
         label: what a mapping's keys or a list's positions are.

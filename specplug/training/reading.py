@@ -14,7 +14,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.context import ForkContext, ForkProcess
 from typing import Any
 
@@ -45,15 +46,16 @@ def read_ahead(
     """Compute the features of rows, from the first one on.
 
     Args:
-        compute: returns the features of row i, [lengths[i], C] by name. It runs in a process of its
-            own, with one thread; the first row in this one too.
+        compute: returns the features of row i, [lengths[i], C] by name. It runs with one thread, in
+            a process of its own; for the first row in this one, before the others are made.
         lengths: tokens of each row.
         most_bytes: rows that would not fit are left out.
         most_seconds: after these no further row is begun.
         tell: is told how many rows are read, and of how many.
 
     Returns:
-        The features of the rows that were read, which may be the first ones alone.
+        The features of the rows that were read, which may be the first ones alone; the first one's
+        always.
 
     Raises:
         SpecplugError: a process ended before its work did.
@@ -61,10 +63,12 @@ def read_ahead(
     if not lengths:
         return []
     begun = time.monotonic()
-    rows = _shared_rows(compute(0), lengths, most_bytes)
+    with _one_thread():
+        first = compute(0)
+    rows = _shared_rows(first, lengths, most_bytes)
     total = len(rows)
     context: ForkContext = multiprocessing.get_context("fork")
-    taken, done = context.Value("q", 0), context.Value("q", 0)
+    taken, done = context.Value("q", 1), context.Value("q", 1)
 
     def work() -> None:
         torch.set_num_threads(1)
@@ -79,7 +83,7 @@ def read_ahead(
             with done.get_lock():
                 done.value += 1
 
-    count = min(len(os.sched_getaffinity(0)), total)
+    count = min(len(os.sched_getaffinity(0)), total - 1)
     processes = [context.Process(target=_guarded, args=(work,), daemon=True) for _ in range(count)]
     sys.stdout.flush()
     sys.stderr.flush()
@@ -92,6 +96,17 @@ def read_ahead(
             process.kill()
             process.join()
     return rows[: taken.value]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Have torch use one thread: a row's bits may depend on how many there are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _guarded(work: Callable[[], None]) -> None:
@@ -126,7 +141,7 @@ def _wait(processes: Sequence[ForkProcess], tell: Callable[[], None]) -> None:
 
 def _shared_rows(first: Features, lengths: Sequence[int], most_bytes: int) -> list[Features]:
     """Make room, in memory that forks share, for rows whose features are as those of the first one
-    are, but for their lengths; for as many as fit."""
+    are, but for their lengths; for as many as fit. The first one's are there already."""
     a_token = sum(each.nbytes for each in first.values()) // lengths[0]
     ends = torch.tensor(lengths).cumsum(0)
     count = max(1, int((ends * a_token <= most_bytes).sum()))
@@ -137,4 +152,5 @@ def _shared_rows(first: Features, lengths: Sequence[int], most_bytes: int) -> li
         whole = torch.frombuffer(memory, dtype=each.dtype).view(tokens, *each.shape[1:])
         for row, part in zip(rows, torch.split(whole, list(lengths[:count])), strict=True):
             row[name] = part
+        rows[0][name].copy_(each)
     return rows

@@ -120,6 +120,58 @@ def test_tokens_are_nones_whatever_dice_choose(
         assert budget is None or sum(report.widths) <= budget
 
 
+class Rotating(Dice):
+    """Gives neighbours to different ones, nobody among them, and each request to all in turn."""
+
+    @hookimpl
+    def plan_drafts(self, choices: DraftChoices) -> DraftPlan:
+        kinds, step = len(choices.names) + 1, len(self.budgets)
+        self.budgets.append(None)
+        who = tuple((place + step) % kinds - 1 for place in range(choices.size))
+        return DraftPlan(who=who, most_nodes=choices.most_nodes)
+
+
+GROWN = "NGRAM,EAGLE3,EAGLE3+NGRAM"
+GROWN_TREES = "NGRAM:topk=3,tokens=9,EAGLE3:steps=2,EAGLE3+NGRAM:steps=3,topk=3,tokens=12"
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [
+        (GROWN, {"page_size": 1, "max_running_requests": 4}),
+        (GROWN, {"page_size": 16, "max_running_requests": 8, "verify_budget": 24}),
+        (GROWN_TREES, {"page_size": 4, "max_running_requests": 5, "chunked_prefill_size": 8}),
+        (GROWN_TREES, {"page_size": 4, "max_total_tokens": 320, "enable_mixed_chunk": True}),
+    ],
+)
+def test_one_step_has_single_grown_and_no_drafts(
+    algorithm: str, settings: dict[str, Any], overlap: bool, plain: list[Any]
+) -> None:
+    plan = Rotating()
+    found, stats = generate(
+        algorithm, plan, params=3 * PARAMS, disable_overlap_schedule=not overlap, **settings
+    )
+    assert found == 3 * plain
+    kinds = {"NGRAM", "EAGLE3", "EAGLE3+NGRAM", "NONE"}
+    assert sum(set(report.drafters) == kinds for report in plan.reports) > 5
+    for name in kinds - {"NONE"}:
+        accepted, verified = (
+            stats[f"{of}_by_drafter"][name] for of in ("accepted", "verifications")
+        )
+        assert accepted > 1.2 * verified, name
+
+
+@pytest.mark.parametrize("other", [0, -1])
+def test_grown_drafts_are_as_long_as_if_alone(other: int) -> None:
+    params, name = SamplingParams(max_tokens=150, ignore_eos=True), "EAGLE3+NGRAM"
+    grown, proposed = (generate(each, params=params)[1] for each in (name, "EAGLE3"))
+    _, found = generate(f"NGRAM,{name}", Always(1, other), params=params)
+    length = found["accepted_by_drafter"][name] / found["verifications_by_drafter"][name]
+    assert length > 0.9 * grown["mean_accept_length"]
+    assert length > 1.2 * proposed["mean_accept_length"]
+
+
 @pytest.mark.parametrize(("index", "name"), [(0, "NGRAM"), (1, "EAGLE3")])
 def test_one_that_always_drafts_drafts_as_if_alone(index: int, name: str) -> None:
     params = SamplingParams(max_tokens=64, ignore_eos=True)

@@ -32,6 +32,7 @@ from specplug.serve.messages import (
     Abort,
     Accepted,
     Add,
+    AskStats,
     End,
     Flush,
     Flushed,
@@ -104,6 +105,12 @@ def test_intake_does_not_begin_with_what_is_aborted(
     assert begun.get(timeout=DEADLINE) == "z"
     assert begun.empty()
     wait_until(lambda: running.loop.num_preparing == 0)
+
+
+def test_scrape_computes_nothing_but_counts(running: RunningLoop) -> None:
+    running.loop.take(AskStats())
+    assert running.report().totals == running.llm.totals()
+    assert set(running.llm.stats()) - set(running.llm.totals()) == {"speculation"}
 
 
 def test_an_output_that_cannot_be_told_ends_its_request_alone(

@@ -37,6 +37,22 @@ def test_read_ahead_returns_what_is_computed() -> None:
     assert told[-1] == (5, 5)
 
 
+def test_read_ahead_computes_each_row_once() -> None:
+    calls = torch.zeros(len(LENGTHS), dtype=torch.int64).share_memory_()
+
+    def counted(index: int) -> dict[str, Tensor]:
+        calls[index] += 1
+        return features(index)
+
+    assert len(read_ahead(counted, LENGTHS, most_bytes=10**6)) == len(LENGTHS)
+    assert calls.tolist() == [1] * len(LENGTHS)
+
+
+def test_read_ahead_has_the_first_row_at_once() -> None:
+    (row,) = read_ahead(features, LENGTHS, most_bytes=10**6, most_seconds=0.0)
+    assert torch.equal(row["values"], features(0)["values"])
+
+
 @pytest.mark.parametrize(("tokens", "count"), [(3, 1), (8, 2), (9, 2), (10, 3), (21, 5)])
 def test_read_ahead_takes_the_first_rows_that_fit(tokens: int, count: int) -> None:
     assert len(read_ahead(features, LENGTHS, most_bytes=tokens * A_TOKEN)) == count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -45,6 +45,8 @@ class StepOutcome:
         context: committed tokens of all requests.
         seconds: of the step; None: they say nothing (it prefilled too, …).
         draft_seconds: of them those of drafting; None: not known apart.
+        known: the algorithms whose drafts were known before they were made, as ``plan`` was told.
+            Of their acceptance nothing is estimated.
     """
 
     request_ids: Sequence[str]
@@ -55,6 +57,7 @@ class StepOutcome:
     context: float = 0.0
     seconds: float | None = None
     draft_seconds: float | None = None
+    known: Collection[int] = ()
 
 
 class DraftPolicy:
@@ -77,8 +80,6 @@ class DraftPolicy:
         self._free: list[int] = []
         self._heard = np.zeros((0, algorithms), dtype=np.int64)
         self._filled = np.ones(algorithms)
-        # Nothing is to be estimated of those whose drafts are known before they are made.
-        self._is_known = np.zeros(algorithms, dtype=bool)
         self._step = 0
         self._forgets = True
         self._rate = 0.0
@@ -102,14 +103,14 @@ class DraftPolicy:
         """
         self._step += 1
         known = known or {}
-        self._is_known[:] = False
-        self._is_known[list(known)] = True
+        told = list(known)
         rows = np.array([self._row(each) for each in request_ids], dtype=np.int64)
         able = most[:, :, None] >= self._reach
         survival = _with_known(self.acceptance.survival(rows), known) * able
         bs = len(rows)
         nodes = int(most.max(1, initial=0).sum())
-        filled = np.where(self._is_known, 1.0, self._filled)
+        filled = self._filled.copy()
+        filled[told] = 1.0
         costs = Costs.of(self.costs, bs, context, nodes, filled)
         if not nodes:
             return plain_plan(bs, costs)
@@ -125,7 +126,7 @@ class DraftPolicy:
         if not self._trials.is_due(bs):
             return plan
         ages = self._step - self._heard[rows]
-        ages[:, self._is_known] = 0
+        ages[:, told] = 0
         hopeful = _with_known(self.acceptance.hopeful(rows, hope(ages)), known) * able
         return self._trials.mended(plan, survival, hopeful[:, :, :depth], ages, costs)
 
@@ -163,7 +164,8 @@ class DraftPolicy:
         if self._forgets and self._step % _FADED == 0:
             self.acceptance.fade(rows[rows >= 0], _FADED)
         drafted = (outcome.who >= 0) & (outcome.asked > 0) & (rows >= 0)
-        drafted &= ~self._is_known[outcome.who]
+        for a in outcome.known:
+            drafted &= outcome.who != a
         draft = rows, outcome.who, outcome.asked, outcome.accepted
         if not drafted.all():
             row, who, asked, accepted = (each[drafted] for each in draft)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from typing import TYPE_CHECKING
 
 import attrs
@@ -44,11 +44,14 @@ class _Launched:
     Attributes:
         request_ids: of its requests.
         context: committed tokens of all, as far as the host knew.
+        known: the algorithms whose drafts were known. With overlap other steps are planned before
+            this one is processed.
         draft_seconds: the host's, of drafting.
     """
 
     request_ids: tuple[str, ...]
     context: float
+    known: Collection[int] = ()
     draft_seconds: float = 0.0
 
 
@@ -109,7 +112,7 @@ class MeasuredChoice:
             tokens, bins = each.tokens.numpy(), expected[a][1]
             self._foresights[a].wait(batch.requests, each.known, tokens, bins, plan.who == a)
         nodes = np.where(plan.who == NOBODY, 1, plan.depths + 1)
-        self._launched.append(_Launched(ids, context))
+        self._launched.append(_Launched(ids, context, tuple(known)))
         return DraftPlan(who=tuple(plan.who.tolist()), most_nodes=tuple(nodes.tolist()))
 
     @hookimpl(wrapper=True)
@@ -147,6 +150,7 @@ class MeasuredChoice:
             context=launched.context,
             seconds=self._seconds(report),
             draft_seconds=self._draft_seconds(report, launched),
+            known=launched.known,
         )
         self.taken.add(outcome, sum(report.accept_lens))
         if self._ranks is not None:  # what it cost is learnt from what all ranks tell
