@@ -6,6 +6,7 @@ All of it is known on the host when the step is launched. No torch here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import attrs
@@ -58,12 +59,13 @@ class ForeseenDrafts:
     known: Sequence[int]
     is_current: bool = False
 
-    @classmethod
-    def untold(cls, size: int) -> ForeseenDrafts:
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def untold(size: int) -> ForeseenDrafts:
         """Return that of an algorithm that does not say: D is 0."""
         import torch
 
-        return cls(
+        return ForeseenDrafts(
             tokens=torch.empty(size, 0, dtype=torch.int64),
             scores=torch.empty(size, 0, dtype=torch.float32),
             known=(0,) * size,
@@ -109,6 +111,9 @@ class DraftChoices:
         max_draft_nodes: Sequence[int],
         wishes: Sequence[DraftWish],
         verify_budget: int | None,
+        *,
+        takes_budget: bool = False,
+        foreseen: tuple[ForeseenDrafts, ...] = (),
     ) -> DraftChoices:
         """Return what can be chosen.
 
@@ -116,6 +121,7 @@ class DraftChoices:
             drafters: ``num_draft_tokens`` by ``names``.
             max_draft_nodes: for each request, the nodes that it has slots for.
             wishes: for each request what it asks for; none: none asks for anything.
+            takes_budget, foreseen: as in the attributes.
         """
         names = tuple(drafters)
         every, most = tuple(range(len(names))), tuple(max_draft_nodes)
@@ -137,6 +143,8 @@ class DraftChoices:
             allowed=allowed,
             most_nodes=most,
             verify_budget=verify_budget,
+            takes_budget=takes_budget,
+            foreseen=foreseen,
         )
 
     @property
@@ -212,10 +220,9 @@ class DraftPlan:
             ("who", self.who, NOBODY, last),
             ("most_nodes", self.most_nodes, 1, None),
         ):
-            fits = type(found) is tuple and len(found) == size
-            if not fits or not all(
-                type(each) is int and least <= each and (most is None or each <= most)
-                for each in found
+            fits = type(found) is tuple and len(found) == size and set(map(type, found)) <= {int}
+            if not fits or (
+                found and (min(found) < least or (most is not None and max(found) > most))
             ):
                 bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
                 raise ValueError(

@@ -69,7 +69,7 @@ class ExtensionGuard:
             except BaseException as error:
                 return self._fail(hook, error)
             if result is not None:
-                self._plugins.answered_by(self.extension)
+                self._plugins.answered_by(self._subject)
             return result
 
         return answer
@@ -99,7 +99,7 @@ class ExtensionGuard:
                 raise RuntimeError("the wrapper yields twice")
             except StopIteration as done:
                 if failure is not None or done.value is not received:
-                    self._plugins.answered_by(self.extension)
+                    self._plugins.answered_by(self._subject)
                 return done.value
             except KeyboardInterrupt:
                 raise

@@ -140,6 +140,8 @@ def validated_part(part: SelectedAlgorithm, config: SpecConfig) -> SpecConfig:
 def _joined(made: Iterable[DraftInput]) -> DraftInput:
     """Return the draft input of all parts."""
     first, *others = made
+    if not any(other.state for other in others):
+        return first
     state = dict(first.state)
     for other in others:
         state |= other.state

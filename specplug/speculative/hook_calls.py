@@ -221,7 +221,12 @@ class HookCalls:
         foreseen = rebuilt(self._plugins, hook, found, ForeseenDrafts, expected)
         _check_foreseen(self._plugins, foreseen, len(requests))
         is_current = self._relay is not None and not self._relay.num_sent
-        return attrs.evolve(foreseen, is_current=is_current or not self._info.capabilities.overlap)
+        return ForeseenDrafts(
+            tokens=foreseen.tokens,
+            scores=foreseen.scores,
+            known=foreseen.known,
+            is_current=is_current or not self._info.capabilities.overlap,
+        )
 
     def _num_on_way(self, runtime: Runtime) -> int:
         """Return how many of the last copies may still be on their way when a decode step is
@@ -717,14 +722,18 @@ def check_tensors(
     """Return the named tensors of a mapping, in one of the core's own, if each is of leading
     ``size`` and on the device of ``like``, or ``on_host``; None may stand for a tensor if it
     ``may_lack``."""
-    if not isinstance(found, Mapping):
-        plugins.refuse(hook, f"gave {what} {described(found)}", "a mapping of named tensors")
-    read: dict[Any, Any] = plugins.guard(hook, dict, found)
+    read: dict[Any, Any] = found
+    if type(found) is not dict:
+        if not isinstance(found, Mapping):
+            plugins.refuse(hook, f"gave {what} {described(found)}", "a mapping of named tensors")
+        read = plugins.guard(hook, dict, found)
     kept: dict[str, Tensor | None] = {}
     for name, tensor in read.items():
-        if not issubclass(type(name), str):
-            plugins.refuse(hook, f"gave {what} named {shown(name)}", "a string")
-        kept[str.__str__(name)] = tensor  # of str itself, if it was a member of a StrEnum
+        if type(name) is not str:
+            if not issubclass(type(name), str):
+                plugins.refuse(hook, f"gave {what} named {shown(name)}", "a string")
+            name = str.__str__(name)  # of str itself, if it was a member of a StrEnum
+        kept[name] = tensor
         if tensor is None and may_lack:
             continue
         if not (

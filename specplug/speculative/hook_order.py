@@ -61,6 +61,7 @@ from specplug.speculative.host_copy import upload
 from specplug.speculative.planned_drafts import (
     Proposer,
     drafters_of,
+    evolved,
     late_feeds,
     plans_within,
     propose_planned,
@@ -420,11 +421,14 @@ class HookOrder:
         most, wishes = scheduled.max_draft_nodes, scheduled.wishes
         if scheduled.drafter is not None:
             return DraftPlan(who=(scheduled.drafter,) * len(most), most_nodes=most)
-        choices = DraftChoices.of(self._drafters, most, wishes, scheduled.verify_budget)
         if not self._asks(scheduled):
+            choices = DraftChoices.of(self._drafters, most, wishes, scheduled.verify_budget)
             return choices.default()
-        choices = attrs.evolve(
-            choices,
+        choices = DraftChoices.of(
+            self._drafters,
+            most,
+            wishes,
+            scheduled.verify_budget,
             takes_budget=self._runtime.host.verify_budget,
             foreseen=self._foreseen(batch),
         )
@@ -457,7 +461,7 @@ class HookOrder:
             lent = attrs.evolve(given, bonus_tokens=given.bonus_tokens.clone())
             return hooks.propose(runtime, part, lent, roots=given.bonus_tokens)
 
-        planned = attrs.evolve(batch, drafters=plan.who)
+        planned = evolved(batch, drafters=plan.who)
         own = attrs.evolve(draft_input, bonus_tokens=roots)
         return propose_planned(planned, own, [Proposer(propose, lambda name: True)])
 

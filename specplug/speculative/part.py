@@ -23,6 +23,7 @@ from specplug.speculative.future_map import FutureMap
 from specplug.speculative.graph_runner import PassRunner
 from specplug.speculative.hook_calls import HookCalls, parts_of
 from specplug.speculative.late_feed import LateFeed, stand_in
+from specplug.speculative.planned_drafts import evolved
 from specplug.speculative.verify import CommittedOutput
 
 if TYPE_CHECKING:
@@ -210,7 +211,7 @@ class Part:
         """Return what it drafts from after another instance's prefill; see the hook."""
         self._is_fed = True
         views = tuple(PartRequest(request, self._prefix) for request in batch.requests)
-        own = attrs.evolve(self._lend(batch), requests=views)
+        own = evolved(self._lend(batch), requests=views)
         made = self._hooks.build_disagg_draft_input(
             self._runtime, own, last_tokens.clone(), self.future_map
         )
@@ -319,7 +320,7 @@ class Part:
     def _lend(self, batch: Batch) -> Batch:
         """Return a batch of the part's own: other parts get theirs."""
         rows, lens = batch.req_indices.clone(), batch.seq_lens.clone()
-        return attrs.evolve(batch, req_indices=rows, seq_lens=lens)
+        return evolved(batch, req_indices=rows, seq_lens=lens)
 
     def _named(self, state: Mapping[str, Any]) -> dict[str, Any]:
         return {self._prefix + name: value for name, value in state.items()}

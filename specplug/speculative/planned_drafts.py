@@ -6,7 +6,8 @@ All that says who drafts for whom is known on the host, so nothing here reads th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -133,8 +134,23 @@ def propose_planned(batch: Batch, draft_input: DraftInput, proposers: Sequence[P
                 rows = upload(places, batch.req_indices.device)
                 part = sub_batch(batch, places, rows)
                 given = _sub_input(draft_input, rows, proposer.owns)
-            made.append((places, proposer.propose(attrs.evolve(part, drafters=()), given)))
+            made.append((places, proposer.propose(evolved(part, drafters=()), given)))
     return put_together(draft_input.bonus_tokens, made)
+
+
+def evolved(batch: Batch, **changes: Any) -> Batch:
+    """Return a batch with other values in some fields, as ``attrs.evolve`` does: each step makes
+    some, and this takes a third of the time."""
+    kind: Any = type(batch)
+    made: Batch = object.__new__(kind)
+    for name in _field_names(kind):
+        setattr(made, name, changes[name] if name in changes else getattr(batch, name))
+    return made
+
+
+@cache
+def _field_names(kind: type[Any]) -> tuple[str, ...]:
+    return tuple(field.name for field in attrs.fields(kind))
 
 
 def sub_batch(batch: Batch, places: Sequence[int], rows: Tensor) -> Batch:
@@ -148,7 +164,7 @@ def sub_batch(batch: Batch, places: Sequence[int], rows: Tensor) -> Batch:
     def picked(values: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(values[place] for place in places) if values else ()
 
-    return attrs.evolve(
+    return evolved(
         batch,
         requests=tuple(batch.requests[place] for place in places),
         req_indices=batch.req_indices[rows],

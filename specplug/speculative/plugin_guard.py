@@ -167,9 +167,10 @@ class PluginGuard:
         expectation = f"; expected {expected}" if expected else ""
         raise PluginError(f"{subject}: {what}() {found}{expectation}; {fix}")
 
-    def answered_by(self, extension: Extension) -> None:
-        """Note that an extension has answered a hook, or changed the answer."""
-        self._answered = extension.entry.subject
+    def answered_by(self, subject: str) -> None:
+        """Note that an extension, as messages name it, has answered a hook, or changed the
+        answer."""
+        self._answered = subject
 
     def switch_off(self, guard: ExtensionGuard, hook: str, error: BaseException) -> None:
         """Go on without an extension that failed to look on."""

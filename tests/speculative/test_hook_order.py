@@ -64,6 +64,7 @@ from specplug.speculative.hook_order import (
     RequestView,
     Scheduled,
 )
+from specplug.speculative.planned_drafts import evolved
 from specplug.speculative.verify import compact
 
 CPU = torch.device("cpu")
@@ -630,3 +631,13 @@ def test_planned_budget_keeps_what_survives_best(
     counts = [sum(place // 4 == row for place in best) for row in range(3)]
     assert draft.counts.tolist() == counts
     assert drafted.proposed == (4, 4, 4)
+
+
+def test_evolved_batch_has_all_fields_of_the_other() -> None:
+    fields = [field.name for field in attrs.fields(Batch)]
+    values: dict[str, Any] = {name: object() for name in fields}
+    given = Batch(**values)
+    for changes in ({}, {"drafters": (1,)}, {"seq_lens": None, "greedy": False}):
+        made = evolved(given, **changes)
+        assert {name: getattr(made, name) for name in fields} == {**values, **changes}
+    assert given.drafters is values["drafters"]

@@ -9,7 +9,6 @@ nodes that are worth their cost.
 
 from __future__ import annotations
 
-from itertools import compress
 from typing import TYPE_CHECKING
 
 from specplug import (
@@ -95,26 +94,8 @@ class Ngram:
     def build_draft_input(
         self, runtime: Runtime, batch: Batch, target_output: CommittedOutput
     ) -> DraftInput:
-        import torch
-
-        from specplug import DraftInput
-
         worker: NgramWorker = runtime.worker
-        if batch.is_warm_up:
-            return DraftInput(bonus_tokens=target_output.bonus_tokens)
-        if batch.is_prefill:
-            worker.read_prompts(batch.requests, batch.chunk_ends)
-            if worker.grower is not None:
-                worker.grower.forget_rows(compress(batch.requests, batch.first_chunk))
-            tokens = target_output.bonus_tokens.unsqueeze(1)
-            counts = torch.tensor(batch.last_chunk, dtype=torch.int64)
-        else:
-            tokens = target_output.next_tokens.view(batch.size, -1)
-            counts = target_output.accept_lens
-            if worker.grower is not None:
-                worker.grower.write(batch, tokens)
-        new = {"tokens": tokens, "counts": counts}
-        return DraftInput(bonus_tokens=target_output.bonus_tokens, host=new)
+        return worker.feed(batch, target_output)
 
     @hookimpl
     def build_disagg_draft_input(

@@ -132,4 +132,6 @@ def _addresses(requests: Sequence[CompiledRequest | None]) -> array[int]:
 
 def _flat(tensor: Tensor) -> Any:
     """Return the tensor in int64 and contiguous, as the C functions read it."""
+    if tensor.dtype == torch.int64 and tensor.is_contiguous():
+        return tensor
     return tensor.to(torch.int64).contiguous()

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from ctypes import PyDLL
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from specplug import Batch, Draft, DraftInput, ForeseenDrafts, RequestView, UsageError
+from specplug import (
+    Batch,
+    CommittedOutput,
+    Draft,
+    DraftInput,
+    ForeseenDrafts,
+    RequestView,
+    UsageError,
+)
 from specplug_ngram.compiled_drafter import CompiledDrafter
 from specplug_ngram.config import DEFAULTS, ENGINE, REQUEST, TENANT, NgramSettings
 from specplug_ngram.draft_tree import Shape
@@ -134,6 +143,24 @@ class NgramWorker:
             chunk = view.prompt_token_ids[request.prompt_read : end]
             self._drafter.read(request.drafted, chunk)
             request.prompt_read += len(chunk)
+
+    def feed(self, batch: Batch, target_output: CommittedOutput) -> DraftInput:
+        """Read the prompts of a prefill; leave a step's new tokens for ``observe``."""
+        bonus_tokens = target_output.bonus_tokens
+        if batch.is_warm_up:
+            return DraftInput(bonus_tokens=bonus_tokens)
+        if batch.is_prefill:
+            self.read_prompts(batch.requests, batch.chunk_ends)
+            if self.grower is not None:
+                self.grower.forget_rows(compress(batch.requests, batch.first_chunk))
+            tokens = bonus_tokens.unsqueeze(1)
+            counts = torch.tensor(batch.last_chunk, dtype=torch.int64)
+        else:
+            tokens = target_output.next_tokens.view(batch.size, -1)
+            counts = target_output.accept_lens
+            if self.grower is not None:
+                self.grower.write(batch, tokens)
+        return DraftInput(bonus_tokens=bonus_tokens, host={"tokens": tokens, "counts": counts})
 
     def observe(self, request_ids: Sequence[str], tokens: Tensor, counts: Tensor) -> None:
         """Add the new tokens of a step's requests, except requests that have ended.

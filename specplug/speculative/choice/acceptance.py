@@ -26,7 +26,7 @@ _PRIOR = np.array([0.3, 3.0, 1e9])
 """How much the run's rates count beside a request's own nodes, as the variance of a node: one at
 even odds has 0.25. The last one's is so great that its shift stays at 0."""
 _MEMORY_PRIORS = tuple(zip(_MEMORIES.tolist(), _PRIOR.tolist(), strict=True))
-_IDLE = np.array([0.97, 0.995, 0.995])
+_IDLE = 0.97, 0.995, 0.995
 """The same of a step in which an algorithm did not draft for the request."""
 _MOST_PULL = 4.0
 """The most that one draft tells, in nodes."""
@@ -86,6 +86,23 @@ class Acceptance:
         found: Array = self._survival[self._order, self._cells[rows]]
         return found
 
+    def survival_of_one(self, row: int, more: Sequence[float] = ()) -> list[list[float]]:
+        """Return ``survival`` of one request, [A][D], in plain numbers.
+
+        Args:
+            more: [A] by how many standard deviations log-odds are better than known, as in
+                ``hopeful``; (): they are as known.
+        """
+        cells = self._cells[row].tolist()
+        if more:
+            known = self._known[row, :, 1, 1].tolist()
+            prior = _MEMORY_PRIORS[1][1]
+            for a, deviations in enumerate(more):
+                if deviations:
+                    doubt = (known[a] + prior) ** -0.5
+                    cells[a] = min(cells[a] + round(deviations * doubt / _STEP), _LAST)
+        return [self._survival[a, cell].tolist() for a, cell in enumerate(cells)]
+
     @property
     def of_the_run(self) -> tuple[Array, Array]:
         """The probability that a node at each depth is accepted with all before it, by the run's
@@ -142,7 +159,9 @@ class Acceptance:
         trust = trust * np.exp(likely - likely.max(1, keepdims=True))
         trust /= trust.sum(1, keepdims=True)
         trust = trust * (1 - _SHARE) + _SHARE / len(_PRIOR)
-        self._known[place] = np.stack((pulls, weights, trust), 1)
+        known = np.empty((len(row), 3, len(_PRIOR)))
+        known[:, 0], known[:, 1], known[:, 2] = pulls, weights, trust
+        self._known[place] = known
         shift = (trust * pulls / (weights + _PRIOR)).sum(1)
         self._cells[place] = _cells(shift)
 
@@ -171,11 +190,7 @@ class Acceptance:
         shared = _SHARE / len(_PRIOR)
         trust = [each / total * (1 - _SHARE) + shared for each in trust]
         self._known[place] = pulls, weights, trust
-        shift = sum(
-            trust[m] * pulls[m] / (weights[m] + prior)
-            for m, (_, prior) in enumerate(_MEMORY_PRIORS)
-        )
-        self._cells[place] = _cell(shift)
+        self._cells[place] = _cell(_shift(pulls, weights, trust))
 
     def _count_one(self, of: int, seen: int, got: int) -> None:
         """Count the nodes of one draft for the run's rates."""
@@ -189,17 +204,29 @@ class Acceptance:
     def fade(self, rows: Several, steps: int = 1) -> None:
         """Let what is known of requests at a step fade a little towards the run's rates, whether
         or not they drafted: so what was not tried for long is tried again."""
-        idle = _IDLE**steps
+        if len(rows) == 1:
+            self._fade_one(int(rows[0]), steps)
+            return
         known = self._known[rows]  # [n, A, 3, 3]
-        known[:, :, :2] *= idle
+        known[:, :, :2] *= np.array(_IDLE) ** steps
         self._known[rows] = known
         pulls, weights, trust = known.transpose(2, 0, 1, 3)
         shift = (trust * pulls / (weights + _PRIOR)).sum(-1)
         self._cells[rows] = _cells(shift)
 
+    def _fade_one(self, row: int, steps: int) -> None:
+        """Let what is known of one request fade, as ``fade`` does: in plain numbers."""
+        known = self._known[row].tolist()  # [A][3][3]
+        for pulls, weights, _ in known:
+            for m, idle in enumerate(_IDLE):
+                pulls[m] *= idle**steps
+                weights[m] *= idle**steps
+        self._known[row] = known
+        self._cells[row] = [_cell(_shift(*own)) for own in known]
+
     def _count(self, of: Array, seen: Array, got: Array) -> None:
         """Count nodes for the run's rates."""
-        tries, hits = (self._at_least(of, deep) for deep in (seen, got))
+        tries, hits = self._at_least(of, seen), self._at_least(of, got)
         kept = _FADING**tries
         self._seen = self._seen * kept + tries
         self._taken = self._taken * kept + hits
@@ -241,6 +268,14 @@ class Acceptance:
         self._weight = np.concatenate([none, np.cumsum(weight, -1)], -1)
         self._logs = np.concatenate([none, np.cumsum(np.log(chance), -1)], -1)
         self._misses = np.log1p(-chance)
+
+
+def _shift(pulls: list[float], weights: list[float], trust: list[float]) -> float:
+    """Return the shift that the memories have together."""
+    priors = (prior for _, prior in _MEMORY_PRIORS)
+    each = zip(pulls, weights, trust, priors, strict=True)
+    shift: float = sum(trusted * pull / (weight + prior) for pull, weight, trusted, prior in each)
+    return shift
 
 
 def _cell(shift: float) -> int:

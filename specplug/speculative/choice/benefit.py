@@ -87,7 +87,7 @@ class TakenSteps:
         sums.tokens += tokens
         sums.seconds += outcome.seconds
         sums.context += outcome.context
-        if not outcome.asked.any():
+        if not any(outcome.asked):
             sums.plain.append(outcome.seconds)
 
     def clear(self) -> None:

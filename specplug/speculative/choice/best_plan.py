@@ -10,7 +10,6 @@ makes nodes free.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from itertools import combinations
 
@@ -50,6 +49,11 @@ class Plan:
     def rate(self) -> float:
         """Expected tokens a second."""
         return self.tokens / self.seconds
+
+    @property
+    def drafts(self) -> bool:
+        """Whether anything is drafted."""
+        return bool(np.count_nonzero(self.depths))
 
 
 @attrs.frozen(eq=False)
@@ -108,55 +112,72 @@ def best_plan(survival: Array, costs: Costs, rate: float) -> Plan:
         rate: tokens a second that are likely reached, which say what a node must give at least
             when algorithms are compared for a request.
     """
-    bs = len(survival)
-    plain = plain_plan(bs, costs)
-    found = _for_one(survival[0], costs) if bs == 1 else _for_many(survival, costs, rate)
+    plain = plain_plan(len(survival), costs)
+    found = _for_many(survival, costs, rate)
     return found if found is not None and found.rate > MARGIN * plain.rate else plain
 
 
-def _for_one(survival: Array, costs: Costs) -> Plan | None:
-    """Return the best plan that drafts for the only request, [A, D]. In plain numbers: there are
-    few."""
-    curve, filled = costs.curve.tolist(), costs.filled.tolist()
-    best: tuple[float, int, int, float, float] | None = None
-    drafters = costs.drafters.tolist()
-    for a, (chances, own) in enumerate(zip(survival.tolist(), drafters, strict=True)):
-        fixed, share, tokens = own[0] + own[2], filled[a], 1.0
-        of_depth = own[1] + own[3] * share
-        for depth, chance in enumerate(chances, 1):
-            if chance <= 0.0:
-                break
-            tokens += chance
-            seconds = curve[1 + math.ceil(share * depth)] + fixed + of_depth * depth
-            if best is None or tokens / seconds > best[0]:
-                best = tokens / seconds, a, depth, tokens, seconds
-    if best is None:
-        return None
-    _, who, depth, tokens, seconds = best
-    return Plan(who=np.array([who]), depths=np.array([depth]), tokens=tokens, seconds=seconds)
-
-
 def _for_many(survival: Array, costs: Costs, rate: float) -> Plan | None:
-    """Return the best plan that drafts for some of several requests."""
+    """Return the best plan that drafts for some requests; None: none may be drafted for.
+
+    What is compared are W = T·L ways for each of S assignments of requests to algorithms: nodes
+    above each of T survivals, no deeper than each of L depths.
+    """
+    bs, algorithms, deepest = survival.shape
+    gains = np.zeros((bs, algorithms, deepest + 1))  # tokens expected up to each depth
+    np.cumsum(survival, 2, out=gains[:, :, 1:])
+    who = _assignments(survival, gains[:, :, 1:], costs, rate)
+    if not len(who):
+        return None
+    limits = _limits(deepest)
+    reach = np.add.reduce(  # how deep the nodes above each survival go, [n, A, T]
+        survival[:, :, None] >= _LEAST[:, None], axis=3, dtype=np.int64
+    )
+    deep = np.minimum(reach[:, :, :, None], limits).reshape(bs, algorithms, -1)  # [n, A, W]
+    starts = np.arange(bs * algorithms).reshape(bs, algorithms, 1) * (deepest + 1)
+    mine = who == np.arange(algorithms)[:, None, None]  # [A, S, n]
+    of_mine = mine.astype(np.float64)
+    gained = of_mine @ gains.take(starts + deep).transpose(1, 0, 2)  # [A, S, W]
+    nodes = of_mine @ deep.astype(np.float64).transpose(1, 0, 2) * costs.filled[:, None, None]
+    requests = of_mine @ (reach > 0).astype(np.float64).transpose(1, 0, 2)  # [A, S, T]
+    own = mine[:, :, :, None] * reach.transpose(1, 0, 2)[:, None]  # [A, S, n, T]
+    most = own.max(2)  # [A, S, T]
+    any_, depth, request, node = costs.drafters.T[:, :, None, None]
+    every = any_ * (most > 0) + request * requests
+    most = most[:, :, :, None]
+    seconds = every[:, :, :, None] + depth[:, :, :, None] * np.minimum(most, limits)
+    total = seconds.sum(0).reshape(len(who), -1) + (node * nodes).sum(0)  # [S, W]
+    total += costs.curve[bs + np.ceil(nodes.sum(0)).astype(np.int64)]
+    least = own.sum(0).min(1)[:, :, None]  # [S, T, 1]
+    ragged = np.minimum(least, limits) != np.minimum(most.max(0), limits)
+    total += costs.ragged * ragged.reshape(total.shape)
+    tokens = bs + gained.sum(0)
+    chosen, way = divmod(int((tokens / total).argmax()), total.shape[1])
+    of, order = who[chosen], np.arange(bs)
+    depths = deep[order, of, way]
+    best = _plan(of, depths, tokens[chosen, way], total[chosen, way])
+    return _mended(best, survival[order, best.who], costs)
+
+
+def _assignments(survival: Array, gains: Array, costs: Costs, rate: float) -> Array:
+    """Return who may draft for each request, [S, n] int64: of each set of algorithms that which
+    brings most.
+
+    Args:
+        gains: [n, A, D] tokens expected of nodes up to each depth.
+    """
     bs, _, deepest = survival.shape
-    ways = _Ways.of(survival)
-    price = _prices(costs, bs, deepest, rate)
-    depths = np.arange(1, deepest + 1)
-    # What a request's best depth brings beyond its cost, by algorithm.
-    worth = (ways.gains[:, :, 1:] - price[:, None] * depths).max(2) - rate * costs.drafters[:, 2]
-    best: Plan | None = None
-    alone = ways.best_alone(costs)
-    for allowed in _sets(np.flatnonzero((survival[:, :, 0] > 0).any(0)).tolist()):
-        if len(allowed) == 1:
-            plan = alone[allowed[0]]
-        else:
-            who = np.asarray(allowed)[worth[:, allowed].argmax(1)]
-            if (who == who[0]).all():
-                continue  # as one of the sets of one
-            plan = ways.best(who, allowed, costs)
-        if best is None or plan.rate > best.rate:
-            best = plan
-    return None if best is None else _mended(best, survival[np.arange(bs), best.who], costs)
+    able = [a for a, most in enumerate(survival[:, :, 0].max(0).tolist()) if most > 0]
+    found = []
+    if len(able) > 1:
+        # What a request's best depth brings beyond its cost, by algorithm.
+        price = _prices(costs, bs, deepest, rate)
+        worth = (gains - price[:, None] * np.arange(1, deepest + 1)).max(2)
+        worth -= rate * costs.drafters[:, 2]
+        found = [
+            np.asarray(those)[worth[:, those].argmax(1)] for those in _sets(able) if len(those) > 1
+        ]
+    return np.array([*found, *(np.full(bs, a) for a in able)])
 
 
 def _prices(costs: Costs, bs: int, deepest: int, rate: float) -> Array:
@@ -176,89 +197,6 @@ def _sets(those: list[int]) -> Iterator[list[int]]:
                 break
             given += 1
             yield list(each)
-
-
-@attrs.frozen(eq=False)
-class _Ways:
-    """The plans with nodes above each of T survivals, no deeper than each of L depths: T·L ways.
-
-    Attributes:
-        gains: [n, A, D + 1] tokens expected of nodes up to each depth.
-        reach: [n, A, T] int64, how deep the nodes above each survival go.
-        limits: [L] the greatest depths.
-        deep: [n, A, T·L] int64, how deep each way drafts.
-        gained: [n, A, T·L] the tokens expected of that.
-    """
-
-    gains: Array
-    reach: Array
-    limits: Array
-    deep: Array
-    gained: Array
-
-    @classmethod
-    def of(cls, survival: Array) -> _Ways:
-        """Return those of survivals [n, A, D]."""
-        bs, algorithms, deepest = survival.shape
-        limits = _limits(deepest)
-        reach = np.add.reduce(
-            survival[:, :, None] >= _LEAST[:, None], axis=3, dtype=np.int64
-        )  # [n, A, T]
-        deep = np.minimum(reach[:, :, :, None], limits).reshape(bs, algorithms, -1)
-        gains = np.zeros((bs, algorithms, deepest + 1))
-        np.cumsum(survival, 2, out=gains[:, :, 1:])
-        rows = np.arange(bs * algorithms).reshape(bs, algorithms, 1) * (deepest + 1)
-        return cls(gains, reach, limits, deep, gains.take(rows + deep))
-
-    def best_alone(self, costs: Costs) -> list[Plan]:
-        """Return the best way of each algorithm, where all requests have its drafts."""
-        bs = len(self.deep)
-        drafter = costs.drafters.T[:, :, None]  # [4, A, 1]
-        most, least = (
-            np.minimum(each[:, :, None], self.limits).reshape(len(each), -1)
-            for each in (self.reach.max(0), self.reach.min(0))
-        )
-        drafted = self.deep.sum(0) * costs.filled[:, None]
-        requests = np.count_nonzero(self.reach, 0).repeat(len(self.limits), 1)
-        seconds = drafter[0] * (most > 0) + drafter[1] * most + drafter[3] * drafted
-        seconds += drafter[2] * requests
-        seconds += costs.curve[bs + np.ceil(drafted).astype(np.int64)]
-        seconds += costs.ragged * (most != least)
-        tokens = bs + self.gained.sum(0)
-        plans = []
-        for a, way in enumerate((tokens / seconds).argmax(1).tolist()):
-            depths = self.deep[:, a, way]
-            plans.append(_plan(np.full(bs, a), depths, tokens[a, way], seconds[a, way]))
-        return plans
-
-    def best(self, who: Array, allowed: list[int], costs: Costs) -> Plan:
-        """Return the best way where each request has the drafts of one algorithm.
-
-        Args:
-            who: [n] int64, of those that are allowed.
-            allowed: the algorithms.
-        """
-        bs = len(who)
-        nodes, tokens, seconds = np.zeros((3, self.deep.shape[2]))
-        tokens += bs
-        most, least = [], []
-        for a in allowed:
-            mine = np.flatnonzero(who == a)
-            if not len(mine):
-                continue
-            reach, drafter = self.reach[mine, a], costs.drafters[a]
-            drafted = self.deep[mine, a].sum(0) * costs.filled[a]
-            tokens += self.gained[mine, a].sum(0)
-            nodes += drafted
-            most.append(np.minimum.outer(reach.max(0), self.limits).ravel())
-            least.append(np.minimum.outer(reach.min(0), self.limits).ravel())
-            requests = np.count_nonzero(reach, 0).repeat(len(self.limits))
-            seconds += drafter[0] * (most[-1] > 0) + drafter[1] * most[-1]
-            seconds += drafter[3] * drafted + drafter[2] * requests
-        seconds += costs.curve[bs + np.ceil(nodes).astype(np.int64)]
-        seconds += costs.ragged * (np.maximum.reduce(most) != np.minimum.reduce(least))
-        way = int((tokens / seconds).argmax())
-        return _plan(who, self.deep[np.arange(bs), who, way], tokens[way], seconds[way])
 
 
 def _plan(who: Array, depths: Array, tokens: float, seconds: float) -> Plan:

@@ -24,8 +24,14 @@ _STREAK = 3
 """Outliers to one side in a row that are none: the machine has changed."""
 _JUMP = 0.3
 """Share by which it may have changed then."""
-_ALL, _OF = 100, 4
-"""First times that all count; of later ones that are as expected one of so many."""
+_ALL, _OF = 100, 8
+"""First times of a kind that all count; of later ones that are as expected one of so many."""
+_AS_EXPECTED = 1.5
+"""Standard deviations up to which a time is as expected."""
+_NOTHING = 0.005
+"""The same, as a share of the whole step of which it is a part."""
+_SETTLED = 16
+"""Times after which drift is reckoned anew, once the first ones have told what costs are about."""
 _MOST_DOUBT = 0.6
 """Share of a cost by which it is doubted at most, however long it was not seen."""
 
@@ -56,9 +62,10 @@ class CostFilter:
         self._least = scales
         self._likeness = likeness
         self._spread = _MOST_DOUBT**2 * self._alike()
+        self._drift = np.zeros_like(self._spread)
         self._noise = [_NOISE] * parts
         self._streak = [0] * parts
-        self._seen = 0
+        self._seen = [0] * parts
         self.changes = 0
         self._is_scaled = False
 
@@ -85,25 +92,23 @@ class CostFilter:
         part: int = 0,
         *,
         trusted: bool = False,
-        skippable: bool = False,
     ) -> None:
         """Learn that a step whose costs count ``weights`` [p] times took ``seconds``.
 
         Args:
             part: which kind of sum this is.
             trusted: whether it is no outlier, however far off it is.
-            skippable: whether to leave it where it was as expected: a saving, no more.
         """
         expected = float(weights @ self.costs)
         if not self._is_scaled:
             self._scale(seconds / expected)
             expected = seconds
-        if skippable and self._is_as_expected(seconds / expected, part):
-            return
         self.changes += 1
         costs = self.costs
-        self._spread += (_DRIFT**2) * np.outer(costs, costs)
-        self._spread += _OWN_DRIFT**2 * self._alike()
+        if self.changes < _ALL or self.changes % _SETTLED == 0:
+            self._bound()
+            self._drift = _DRIFT**2 * np.outer(costs, costs) + _OWN_DRIFT**2 * self._alike()
+        self._spread += self._drift
         towards = self._spread @ weights
         noise = _TRUSTED_NOISE if trusted else self._noise[part]
         variance = float(weights @ towards) + (noise * expected) ** 2
@@ -114,11 +119,10 @@ class CostFilter:
             missed = min(max(missed, -most), most)
         gain = towards / variance
         moved = costs + gain * missed
-        if (moved < 1e-6 * costs[0]).any():
+        if min(moved.tolist()) < 1e-6 * costs[0]:
             moved = self._moved(weights, missed, (noise * expected) ** 2)
         self.costs = moved
-        self._spread -= np.outer(gain, towards)
-        self._bound()
+        self._spread -= gain[:, None] * towards
 
     def _moved(self, weights: Array, missed: float, noise: float) -> Array:
         """Return the costs after a step whose time missed the expected one by so much. None gets
@@ -140,13 +144,20 @@ class CostFilter:
         cut: Array = np.maximum(moved, least)
         return cut
 
-    def _is_as_expected(self, ratio: float, part: int) -> bool:
-        """Return whether a time tells nothing new, and is not the one of some that count all the
-        same."""
-        self._seen += 1
-        if self._seen < _ALL or self._seen % _OF == 0:
-            return False
-        return abs(ratio - 1.0) < self._noise[part]
+    def tells(self, seconds: float, expected: float, part: int, whole: float) -> bool:
+        """Return whether a time is to be learned from: it is not as expected, or is the one of some
+        that count all the same. A saving, no more.
+
+        Args:
+            expected: the sum of the costs.
+            part: as in ``observe``.
+            whole: seconds of the whole step, beside which a difference may be nothing.
+        """
+        seen = self._seen[part] = self._seen[part] + 1
+        if seen < _ALL or seen % _OF == 0:
+            return True
+        missed = abs(seconds - expected)
+        return missed >= max(_AS_EXPECTED * self._noise[part] * expected, _NOTHING * whole)
 
     def doubt(self, weights: Array) -> float:
         """Return the standard deviation of the expected sum of ``weights`` [p], as a share."""

@@ -16,10 +16,12 @@ from specplug.speculative.choice.best_plan import (
     plain_plan,
     planned,
 )
+from specplug.speculative.choice.one_request import CostsOfOne, best_of_one, tried_of_one
 from specplug.speculative.choice.step_cost import StepCosts, StepWork
-from specplug.speculative.choice.trials import Trials, hope
+from specplug.speculative.choice.trials import Trials, hope, hope_of_one
 
 Array = np.ndarray
+Rows = Array | Sequence[Sequence[float]]
 
 
 _FADED = 4
@@ -28,8 +30,8 @@ _NEW = 24
 """Steps without a trial that a new request begins with, for each algorithm."""
 
 
-def _integers(values: Sequence[int] | Array) -> Array:
-    return np.asarray(values, dtype=np.int64)
+def _integers(values: Sequence[int] | Array) -> Sequence[int]:
+    return values.tolist() if isinstance(values, np.ndarray) else values
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -50,10 +52,10 @@ class StepOutcome:
     """
 
     request_ids: Sequence[str]
-    who: Array = attrs.field(converter=_integers)
-    asked: Array = attrs.field(converter=_integers)
-    nodes: Array = attrs.field(converter=_integers)
-    accepted: Array = attrs.field(converter=_integers)
+    who: Sequence[int] = attrs.field(converter=_integers)
+    asked: Sequence[int] = attrs.field(converter=_integers)
+    nodes: Sequence[int] = attrs.field(converter=_integers)
+    accepted: Sequence[int] = attrs.field(converter=_integers)
     context: float = 0.0
     seconds: float | None = None
     draft_seconds: float | None = None
@@ -79,7 +81,7 @@ class DraftPolicy:
         self._rows: dict[str, int] = {}
         self._free: list[int] = []
         self._heard = np.zeros((0, algorithms), dtype=np.int64)
-        self._filled = np.ones(algorithms)
+        self._filled = [1.0] * algorithms
         self._step = 0
         self._forgets = True
         self._rate = 0.0
@@ -90,7 +92,7 @@ class DraftPolicy:
         request_ids: Sequence[str],
         most: Array,
         context: float = 0.0,
-        known: Mapping[int, Array] | None = None,
+        known: Mapping[int, Rows] | None = None,
     ) -> Plan:
         """Return the plan of a step.
 
@@ -103,32 +105,72 @@ class DraftPolicy:
         """
         self._step += 1
         known = known or {}
-        told = list(known)
-        rows = np.array([self._row(each) for each in request_ids], dtype=np.int64)
+        filled = [1.0 if a in known else each for a, each in enumerate(self._filled)]
+        if len(request_ids) == 1:
+            of_one = {a: nodes[0] for a, nodes in known.items()}
+            row = self._row(request_ids[0])
+            return self._plan_one(row, most[0].tolist(), context, of_one, filled)
+        rows = self._rows_of(request_ids)
         able = most[:, :, None] >= self._reach
         survival = _with_known(self.acceptance.survival(rows), known) * able
         bs = len(rows)
         nodes = int(most.max(1, initial=0).sum())
-        filled = self._filled.copy()
-        filled[told] = 1.0
-        costs = Costs.of(self.costs, bs, context, nodes, filled)
+        costs = Costs.of(self.costs, bs, context, nodes, np.array(filled))
+        plain = plain_plan(bs, costs)
         if not nodes:
-            return plain_plan(bs, costs)
+            return plain
         depth = int(most.max())
         survival = survival[:, :, :depth]
-        plan = best_plan(survival, costs, self._rate or plain_plan(bs, costs).rate)
-        self._rate = plan.rate
-        self._trials.earn(plan)
-        if plan.depths.any() and self._trials.tries_plain(
-            plan, costs, lambda: self.costs.plain_doubt(bs)
-        ):
-            return plain_plan(bs, costs)
+        plan = self._earned(best_plan(survival, costs, self._rate or plain.rate))
+        if self._trials.tries_plain(plan, plain, lambda: self.costs.plain_doubt(bs)):
+            return plain
         if not self._trials.is_due(bs):
             return plan
         ages = self._step - self._heard[rows]
-        ages[:, told] = 0
+        ages[:, list(known)] = 0
         hopeful = _with_known(self.acceptance.hopeful(rows, hope(ages)), known) * able
         return self._trials.mended(plan, survival, hopeful[:, :, :depth], ages, costs)
+
+    def _plan_one(
+        self,
+        row: int,
+        most: Sequence[int],
+        context: float,
+        known: Mapping[int, Sequence[float]],
+        filled: Sequence[float],
+    ) -> Plan:
+        """Return the plan of a step of one request, as ``plan`` does of several.
+
+        Args:
+            row: of the request.
+            most: [A], how deep each algorithm may draft.
+            known: by algorithm, [D] survivals.
+            filled: [A], the share of the nodes asked for that an algorithm drafts.
+        """
+
+        def able(chances: Sequence[Sequence[float]]) -> list[Sequence[float]]:
+            return [known.get(a, own)[: most[a]] for a, own in enumerate(chances)]
+
+        costs = CostsOfOne.of(self.costs, context, max(most), filled)
+        plain = costs.plain
+        if not any(most):
+            return plain
+        chances = able(self.acceptance.survival_of_one(row))
+        plan = self._earned(best_of_one(chances, costs, plain))
+        if self._trials.tries_plain(plan, plain, lambda: self.costs.plain_doubt(1)):
+            return plain
+        if not self._trials.is_due(1):
+            return plan
+        heard = self._heard[row].tolist()
+        ages = [0 if a in known else self._step - each for a, each in enumerate(heard)]
+        hopeful = able(self.acceptance.survival_of_one(row, [hope_of_one(age) for age in ages]))
+        return tried_of_one(self._trials, plan, chances, hopeful, ages, costs)
+
+    def _earned(self, plan: Plan) -> Plan:
+        """Count the best plan of a step."""
+        self._rate = plan.rate
+        self._trials.earn(plan)
+        return plan
 
     def plan_alike(
         self, request_ids: Sequence[str], depth: int, *, goes_on: bool, turns: float = 1.0
@@ -144,9 +186,9 @@ class DraftPolicy:
         """
         self._step += 1
         self._forgets = False  # the slower way is tried when that is paid for, however bad it was
-        rows = np.array([self._row(each) for each in request_ids], dtype=np.int64)
+        rows = self._rows_of(request_ids)
         bs = len(rows)
-        costs = Costs.of(self.costs, bs, 0.0, bs * depth, self._filled)
+        costs = Costs.of(self.costs, bs, 0.0, bs * depth, np.array(self._filled))
         # Bad luck of few requests is no reason to stop.
         survival = self.acceptance.hopeful(rows, np.full((bs, 1), float(goes_on)))[:, :, :depth]
         everyone = np.zeros(bs, dtype=np.int64)
@@ -160,19 +202,20 @@ class DraftPolicy:
     def observe(self, outcome: StepOutcome) -> None:
         """Learn from a step: what was accepted, and what it took."""
         # A request that has ended is forgotten before its last step is told.
-        rows = np.array([self._rows.get(each, -1) for each in outcome.request_ids], dtype=np.int64)
+        rows = [self._rows.get(each, -1) for each in outcome.request_ids]
         if self._forgets and self._step % _FADED == 0:
-            self.acceptance.fade(rows[rows >= 0], _FADED)
-        drafted = (outcome.who >= 0) & (outcome.asked > 0) & (rows >= 0)
-        for a in outcome.known:
-            drafted &= outcome.who != a
-        draft = rows, outcome.who, outcome.asked, outcome.accepted
-        if not drafted.all():
-            row, who, asked, accepted = (each[drafted] for each in draft)
-        else:
-            row, who, asked, accepted = draft
-        self.acceptance.observe(row, who, asked, accepted)
-        self._heard[row, who] = self._step
+            self.acceptance.fade([row for row in rows if row >= 0], _FADED)
+        each = zip(rows, outcome.who, outcome.asked, outcome.accepted, strict=True)
+        drafted = [
+            draft
+            for draft in each
+            if draft[0] >= 0 and draft[1] >= 0 and draft[2] > 0 and draft[1] not in outcome.known
+        ]
+        if drafted:
+            columns = np.array(drafted).T if len(drafted) > 1 else zip(*drafted, strict=True)
+            row, who, asked, accepted = columns
+            self.acceptance.observe(row, who, asked, accepted)
+            self._heard[row, who] = self._step
         work = self.work_of(outcome)
         for a, (wanted, made) in enumerate(zip(work.asked, work.nodes, strict=True)):
             if wanted:
@@ -218,16 +261,15 @@ class DraftPolicy:
 
     def work_of(self, outcome: StepOutcome) -> StepWork:
         """Return what was done in a step."""
-        algorithms = self.costs.algorithms
+        algorithms, nodes = self.costs.algorithms, outcome.nodes
         depths, requests, drafted, asked = ([0] * algorithms for _ in range(4))
-        nodes = outcome.nodes.tolist()
-        each = zip(outcome.who.tolist(), outcome.asked.tolist(), nodes, strict=True)
-        for a, depth, made in each:
-            if a >= 0 and depth > 0:
-                depths[a] = max(depths[a], depth)
-                requests[a] += 1
-                drafted[a] += made
-                asked[a] += depth
+        for a in range(algorithms):
+            each = zip(outcome.who, outcome.asked, nodes, strict=True)
+            mine = [(depth, n) for who, depth, n in each if who == a and depth > 0]
+            if mine:
+                own, made = zip(*mine, strict=True)
+                requests[a], depths[a] = len(mine), max(own)
+                asked[a], drafted[a] = sum(own), sum(made)
         return StepWork(
             bs=len(nodes),
             rows=len(nodes) + sum(nodes),
@@ -238,6 +280,14 @@ class DraftPolicy:
             nodes=drafted,
             asked=asked,
         )
+
+    def _rows_of(self, request_ids: Sequence[str]) -> Array:
+        """Return the rows of requests, [n] int64."""
+        known = self._rows
+        try:
+            return np.array([known[each] for each in request_ids], dtype=np.int64)
+        except KeyError:
+            return np.array([self._row(each) for each in request_ids], dtype=np.int64)
 
     def _row(self, request_id: str) -> int:
         row = self._rows.get(request_id)
@@ -252,12 +302,13 @@ class DraftPolicy:
         return row
 
 
-def _with_known(survival: Array, known: Mapping[int, Array]) -> Array:
+def _with_known(survival: Array, known: Mapping[int, Rows]) -> Array:
     """Return survivals [n, A, D] with those of some algorithms replaced."""
     if not known:
         return survival
     survival = survival.copy()
-    for a, nodes in known.items():
+    for a, each in known.items():
+        nodes = np.asarray(each)
         depth = min(nodes.shape[1], survival.shape[2])
         survival[:, a] = 0.0
         survival[:, a, :depth] = nodes[:, :depth]

@@ -14,7 +14,7 @@ import numpy as np
 from specplug.hookspecs import hookimpl
 from specplug.speculative.choice.benefit import Benefit, TakenSteps
 from specplug.speculative.choice.draft_policy import DraftPolicy, StepOutcome
-from specplug.speculative.choice.foresight import Foresight
+from specplug.speculative.choice.foresight import Bins, Foresight, Rows
 from specplug.speculative.choice.rank_costs import RankCosts
 from specplug.speculative.choice.step_cost import CPU_COSTS, GPU_COSTS, StepCosts
 from specplug.speculative.draft_plan import NOBODY, DraftChoices, DraftPlan, ForeseenDrafts
@@ -74,6 +74,8 @@ class MeasuredChoice:
         self._policy: DraftPolicy | None = None
         self._foresights: list[Foresight] = []
         self._names: tuple[str, ...] = ()
+        self._places: dict[str, int] = {}
+        self._room = _Room((), (), np.zeros((0, 0), dtype=np.int64))
         self._launched: deque[_Launched] = deque(maxlen=_MOST_LAUNCHED)
         self._on_cpu = True
         self._ranks: RankCosts | None = None
@@ -102,18 +104,22 @@ class MeasuredChoice:
         policy = self._policy or self._start(
             runtime, choices.names, choices.num_draft_tokens, choices.foreseen
         )
-        ids = tuple(request.request_id for request in batch.requests)
-        context = float(sum(len(request.token_ids) for request in batch.requests))
+        ids = tuple([request.request_id for request in batch.requests])
+        context = float(sum([len(request.token_ids) for request in batch.requests]))
         foreseen = {a: each for a, each in enumerate(choices.foreseen) if each.is_told}
         expected = {a: self._foresee(a, each, batch, choices) for a, each in foreseen.items()}
         known = {a: survival for a, (survival, _) in expected.items() if foreseen[a].is_current}
-        plan = policy.plan(ids, _most_depths(choices), context, known)
+        if not self._room.is_of(choices):
+            self._room = _Room.of(choices)
+        plan = policy.plan(ids, self._room.depths, context, known)
+        who = plan.who.tolist()
         for a, each in foreseen.items():
             tokens, bins = each.tokens.numpy(), expected[a][1]
-            self._foresights[a].wait(batch.requests, each.known, tokens, bins, plan.who == a)
-        nodes = np.where(plan.who == NOBODY, 1, plan.depths + 1)
+            drafts = [drafter == a for drafter in who]
+            self._foresights[a].wait(batch.requests, each.known, tokens, bins, drafts)
         self._launched.append(_Launched(ids, context, tuple(known)))
-        return DraftPlan(who=tuple(plan.who.tolist()), most_nodes=tuple(nodes.tolist()))
+        nodes = [1 + depth for depth in plan.depths.tolist()]  # 0 where nobody drafts
+        return DraftPlan(who=tuple(who), most_nodes=tuple(nodes))
 
     @hookimpl(wrapper=True)
     def propose(self) -> Generator[None, Draft | None, Draft | None]:
@@ -133,8 +139,7 @@ class MeasuredChoice:
             if self._ranks is not None:
                 self._ranks.note(self._policy.work_of(_NOTHING), None, None)
             return
-        index = {name: place for place, name in enumerate(self._names)}
-        who = [index.get(name, NOBODY) for name in report.drafters]
+        who = [self._places.get(name, NOBODY) for name in report.drafters]
         launched = self._launched_of(report)
         if launched is None or len(who) != len(report.decode_ids):
             return
@@ -174,7 +179,7 @@ class MeasuredChoice:
 
     def _foresee(
         self, algorithm: int, foreseen: ForeseenDrafts, batch: Batch, choices: DraftChoices
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> tuple[Rows, Bins]:
         """Learn from what has become known of what an algorithm foresaw before; return the
         survivals of what it foresees now, and their bins."""
         foresight = self._foresights[algorithm]
@@ -195,6 +200,7 @@ class MeasuredChoice:
         that is looked up does."""
         self._on_cpu = runtime.device.type == "cpu"
         self._names = names
+        self._places = {name: place for place, name in enumerate(names)}
         self._foresights = [Foresight() for _ in names]
         declared = CPU_COSTS if self._on_cpu else GPU_COSTS
         told = {a for a, each in enumerate(foreseen) if each.is_told}
@@ -230,11 +236,29 @@ class MeasuredChoice:
         return device + host if self._on_cpu else max(device, host)
 
 
-def _most_depths(choices: DraftChoices) -> np.ndarray:
-    """Return how deep each algorithm may draft for each request, [bs, A] int64."""
-    nodes = np.minimum.outer(choices.most_nodes, choices.num_draft_tokens)
-    allowed = np.zeros(nodes.shape, dtype=bool)
-    for place, those in enumerate(choices.allowed):
-        allowed[place, list(those)] = True
-    depths: np.ndarray = np.where(allowed, np.minimum(nodes - 1, _DEEPEST), 0)
-    return depths
+@attrs.frozen(eq=False)
+class _Room:
+    """How deep drafts may be: mostly the same from step to step.
+
+    Attributes:
+        allowed, most_nodes: of ``DraftChoices``.
+        depths: [bs, A] int64, of each algorithm for each request.
+    """
+
+    allowed: tuple[tuple[int, ...], ...]
+    most_nodes: tuple[int, ...]
+    depths: np.ndarray
+
+    def is_of(self, choices: DraftChoices) -> bool:
+        """Return whether these are the depths of a step, of the same run."""
+        return (self.allowed, self.most_nodes) == (choices.allowed, choices.most_nodes)
+
+    @classmethod
+    def of(cls, choices: DraftChoices) -> _Room:
+        """Return that of a step."""
+        nodes = np.minimum.outer(choices.most_nodes, choices.num_draft_tokens)
+        allowed = np.zeros(nodes.shape, dtype=bool)
+        for place, those in enumerate(choices.allowed):
+            allowed[place, list(those)] = True
+        depths: np.ndarray = np.where(allowed, np.minimum(nodes - 1, _DEEPEST), 0)
+        return cls(choices.allowed, choices.most_nodes, depths)

@@ -90,6 +90,23 @@ GPU_COSTS = DeclaredCosts(request=0.005, row=0.0042, draft=0.02, depth=0.04, dra
 plain step at batch sizes 1, 8 and 32)."""
 
 
+@attrs.frozen(eq=False)
+class KnownCosts:
+    """Costs as they were after so many changes, for what is asked at each step.
+
+    Attributes:
+        changes: ``CostFilter.changes``.
+        curve: [R] float64, seconds of the target's rows alone.
+        fixed: of each request after the first, of a thousand committed tokens, of raggedness.
+        drafters: as ``StepCosts.drafters``.
+    """
+
+    changes: int
+    curve: Array
+    fixed: list[float]
+    drafters: list[list[float]]
+
+
 class StepCosts:
     """The expected seconds of a step.
 
@@ -128,8 +145,8 @@ class StepCosts:
         self._padded = padded
         self.algorithms = algorithms
         self._rows_table = np.zeros((0, len(_KNOTS)))
-        self._plain_doubts: dict[int, float] = {}
-        self._doubted = 0
+        self._plain_weights: dict[int, Array] = {}
+        self._known = KnownCosts(-1, np.zeros(0), [], [])
 
     @property
     def is_measured(self) -> bool:
@@ -147,10 +164,7 @@ class StepCosts:
     def plain_doubt(self, bs: int) -> float:
         """Return the ``doubt`` of a step of ``bs`` requests in which nothing is drafted, but for
         what the context takes."""
-        if self._doubted != self._filter.changes:
-            self._doubted = self._filter.changes
-            self._plain_doubts.clear()
-        if bs not in self._plain_doubts:
+        if bs not in self._plain_weights:
             nothing = np.zeros(self.algorithms)
             work = StepWork(
                 bs=bs,
@@ -161,8 +175,8 @@ class StepCosts:
                 requests=nothing,
                 nodes=nothing,
             )
-            self._plain_doubts[bs] = self.doubt(work)
-        return self._plain_doubts[bs]
+            self._plain_weights[bs] = self._weights(work)
+        return self._filter.doubt(self._plain_weights[bs])
 
     def observe(
         self,
@@ -181,20 +195,71 @@ class StepCosts:
         """
         if self._is_fixed or not seconds > 0:
             return
-        weights = self._weights(work)
+        whole = None if trusted else seconds
         if draft_seconds is None or not any(work.requests) or draft_seconds >= seconds:
-            self._filter.observe(weights, seconds, trusted=trusted, skippable=not trusted)
+            self._learn(work, seconds, 0, (True, True), whole)
             return
-        of_draft = weights.copy()
-        of_draft[:_FIXED] = 0.0
-        self._filter.observe(
-            weights - of_draft, seconds - draft_seconds, trusted=trusted, skippable=not trusted
-        )
+        self._learn(work, seconds - draft_seconds, 0, (True, False), whole)
         if draft_seconds > 0:
-            part = 1 + int(np.argmax(work.requests))
-            self._filter.observe(
-                of_draft, draft_seconds, part, trusted=trusted, skippable=not trusted
+            most = max(work.requests)
+            part = 1 + next(a for a, each in enumerate(work.requests) if each == most)
+            self._learn(work, draft_seconds, part, (False, True), whole)
+
+    def _learn(
+        self,
+        work: StepWork,
+        seconds: float,
+        part: int,
+        of: tuple[bool, bool],
+        whole: float | None,
+    ) -> None:
+        """Learn how long the target's pass, the drafting, or both took, if that tells anything.
+
+        Args:
+            part: as in ``CostFilter``.
+            of: whether the time is of the target, and whether it is of the drafters.
+            whole: seconds of the whole step; None: this time is trusted.
+        """
+        target, drafting = of
+        if whole is not None:
+            expected = self._expected(work, target=target, drafting=drafting)
+            if not self._filter.tells(seconds, expected, part, whole):
+                return
+        weights = self._weights(work)
+        if not target:
+            weights[:_FIXED] = 0.0
+        if not drafting:
+            weights[_FIXED:] = 0.0
+        self._filter.observe(weights, seconds, part, trusted=whole is None)
+
+    def _expected(self, work: StepWork, *, target: bool, drafting: bool) -> float:
+        """Return ``seconds`` of the target, of the drafters, or of both. In plain numbers: it is
+        asked at each step."""
+        rows, total = round(work.rows), 0.0
+        known = self.known(rows)
+        if target:
+            request, context, ragged = known.fixed
+            total = known.curve.item(rows) + request * (work.bs - 1) + context * work.context * 1e-3
+            total += ragged * work.ragged
+        if drafting:
+            every = zip(known.drafters, work.depths, work.requests, work.nodes, strict=True)
+            for (any_, of_depth, request, node), depth, requests, nodes in every:
+                total += any_ * (requests > 0) + of_depth * depth
+                total += request * requests + node * nodes
+        return total
+
+    def known(self, most_rows: int) -> KnownCosts:
+        """Return the costs as they are, with the curve up to ``most_rows`` at least."""
+        found = self._known
+        if found.changes != self._filter.changes or most_rows >= len(found.curve):
+            most, costs = max(most_rows, len(found.curve) - 1), self._filter.costs
+            found = self._known = KnownCosts(
+                changes=self._filter.changes,
+                curve=self._row_weights(most)[: most + 1] @ costs[: len(_KNOTS)],
+                fixed=costs[len(_KNOTS) : _FIXED].tolist(),
+                drafters=self.drafters.tolist(),
             )
+        return found
 
     def curve(self, bs: int, context: float, most_rows: int) -> Array:
         """Return the target's seconds by its rows, [most_rows + 1] float64; the first ``bs`` mean
@@ -203,11 +268,10 @@ class StepCosts:
         Args:
             context: committed tokens of all requests.
         """
-        table = self._row_weights(most_rows)
-        costs = self._filter.costs
-        k = len(_KNOTS)
-        fixed = costs[k] * (bs - 1) + costs[k + 1] * (context * 1e-3)
-        curve: Array = table[: most_rows + 1] @ costs[:k] + fixed
+        known = self.known(most_rows)
+        request, of_context, _ = known.fixed
+        fixed = request * (bs - 1) + of_context * (context * 1e-3)
+        curve: Array = known.curve[: most_rows + 1] + fixed
         return curve
 
     @property

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from specplug.speculative.choice.best_plan import Costs, Plan, best_plan, plain_plan, planned
+from specplug.speculative.choice.best_plan import Costs, Plan, best_plan, planned
 
 Array = np.ndarray
 
@@ -27,14 +27,17 @@ _NEAR = 0.02
 """Share by which a step without drafts may look worse and is tried as soon as there is credit."""
 _PLAIN_PATIENCE = 64.0
 """The same of steps without any draft, and of what they take."""
-_FRESH = 4
+FRESH = 4
 """Steps for which an algorithm is known as well as it can be."""
 _DEPTHS = 3, 1
 """How deep a trial drafts at most: the first that can be paid for."""
 _REST = 5
 """Turns between two trials of the slower way, where a turn drafts for all or for none."""
-_FEW, _FIRST = 8, 32
-"""Requests up to which trials are looked for in each of the first steps; else in every fourth."""
+_FEW, _MANY = 8, 32
+"""Requests up to which trials are looked for in each of the first steps, and from which on in every
+eighth only, since that takes as long as a plan; else in every fourth."""
+_FIRST = 32
+"""How many these first steps are."""
 
 
 class Trials:
@@ -56,19 +59,19 @@ class Trials:
         if self.credit < 0:
             self.credit = _FIRST_STEPS * plan.tokens**0.5
         self.credit = max(self.credit, min(self.credit + share, _SAVED * share))
-        self._plain_age = 0.0 if not plan.depths.any() else self._plain_age + 1.0
+        self._plain_age = 0.0 if not plan.drafts else self._plain_age + 1.0
         self._step += 1
 
-    def tries_plain(self, plan: Plan, costs: Costs, doubt: Callable[[], float]) -> bool:
+    def tries_plain(self, plan: Plan, plain: Plan, doubt: Callable[[], float]) -> bool:
         """Return whether this step drafts nothing, to see what that takes; it is paid for then.
 
         Args:
             plan: the best one.
+            plain: that of none.
             doubt: gives the standard deviation of the time without drafts, as a share.
         """
-        if self._plain_age < _FRESH:
+        if self._plain_age < FRESH or not plan.drafts:
             return False
-        plain = plain_plan(len(plan.who), costs)
         lost = plan.rate * plain.seconds - plain.tokens
         if lost > self.credit:
             return False
@@ -86,7 +89,7 @@ class Trials:
         Args:
             turns: how many turns a trial takes.
         """
-        share, drafts = _PRICE * best.tokens, bool(best.depths.any())
+        share, drafts = _PRICE * best.tokens, best.drafts
         if self.credit < 0:
             self.credit = _FIRST_STEPS * best.tokens**0.5
         elif drafts != self._drafted:
@@ -103,7 +106,9 @@ class Trials:
 
     def is_due(self, bs: int) -> bool:
         """Return whether to look for other drafts to try in this step."""
-        return (bs <= _FEW and self._step < _FIRST) or self._step % 4 == 0
+        if bs <= _FEW and self._step < _FIRST:
+            return True
+        return self._step % (8 if bs > _MANY else 4) == 0
 
     def mended(
         self, plan: Plan, survival: Array, hopeful: Array, ages: Array, costs: Costs
@@ -123,18 +128,31 @@ class Trials:
         age = np.where(hoped.who >= 0, ages[np.arange(bs), hoped.who], 0)
         age[hoped.who == plan.who] = 0
         oldest = np.argsort(-age, kind="stable")[: max(2, bs // 8)]
-        oldest = oldest[age[oldest] > _FRESH]
+        oldest = oldest[age[oldest] > FRESH]
         if not len(oldest):
             return plan
-        for most in _DEPTHS:
+
+        def tried(most: int) -> Plan:
             who, depths = plan.who.copy(), plan.depths.copy()
             who[oldest] = hoped.who[oldest]
             depths[oldest] = np.minimum(hoped.depths[oldest], most)
-            tried = planned(who, depths, survival, costs)
-            lost = plan.rate * tried.seconds - tried.tokens
+            return planned(who, depths, survival, costs)
+
+        return self.paid(plan, tried)
+
+    def paid(self, plan: Plan, tried: Callable[[int], Plan]) -> Plan:
+        """Return the first trial that there is credit for, and pay for it; ``plan``, if there is
+        none.
+
+        Args:
+            tried: gives a trial, by how deep it drafts at most.
+        """
+        for most in _DEPTHS:
+            found = tried(most)
+            lost = plan.rate * found.seconds - found.tokens
             if lost <= self.credit:
                 self.credit -= max(0.0, lost)
-                return tried
+                return found
         return plan
 
 
@@ -144,5 +162,10 @@ def hope(ages: Array) -> Array:
     Args:
         ages: [n, A] steps since each was last heard of.
     """
-    hoped: Array = np.where(ages > _FRESH, 0.5 + ages / _PATIENCE, 0.0)
+    hoped: Array = np.where(ages > FRESH, 0.5 + ages / _PATIENCE, 0.0)
     return hoped
+
+
+def hope_of_one(age: int) -> float:
+    """Return ``hope`` of one algorithm at one request."""
+    return 0.5 + age / _PATIENCE if age > FRESH else 0.0

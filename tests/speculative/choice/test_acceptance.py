@@ -60,3 +60,18 @@ def test_what_is_not_heard_of_fades_to_the_run() -> None:
     for _ in range(400):
         known.fade(ROW)
     assert known.survival(ROW)[0, 0, 0] < before
+
+
+def test_one_request_is_known_as_one_of_several() -> None:
+    known, other = Acceptance(2, 8), Acceptance(2, 8)
+    for each in (known, other):
+        for row in (0, 1):
+            each.reset(row)
+        for taken in (4, 2, 3, 4, 0):
+            each.observe([0, 1], [1, 0], [4, 6], [taken, 1])
+    known.fade([0], 4)
+    other.fade([0, 1], 4)
+    rows, more = np.array([0, 1]), np.array([[0.0, 2.5], [0.0, 0.0]])
+    assert known.survival_of_one(0) == other.survival(rows)[0].tolist()
+    assert known.survival_of_one(0, more[0].tolist()) == other.hopeful(rows, more)[0].tolist()
+    assert known.survival_of_one(1) != other.survival(rows)[1].tolist()  # which has not faded

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from specplug.speculative.choice.best_plan import Costs, best_plan, planned
+from specplug.speculative.choice.one_request import CostsOfOne, best_of_one
 
 
 def costs(curve: np.ndarray, *, ragged: float = 0.0) -> Costs:
@@ -64,3 +65,28 @@ def test_algorithm_that_may_not_draft_is_not_chosen() -> None:
     survival[0, 0] = survival[1, 1] = 0.0
     plan = best_plan(survival, costs(np.full(16, 1.0)), 1.0)
     assert plan.who.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_best_of_one_request_is_the_best_of_all(curve: str) -> None:
+    random = np.random.default_rng(3)
+    every = costs(CURVES[curve])
+    every.filled[:] = 0.6, 1.0
+    own = CostsOfOne(CURVES[curve].tolist(), 0.25, every.drafters.tolist(), every.filled.tolist())
+    every = Costs(every.curve + 0.25, every.drafters, 0.0, every.filled)
+    drafted = 0
+    for _ in range(40):
+        survival = np.cumprod(random.uniform(0.2, 1.0, (2, 6)), 1)
+        found = best_of_one(survival.tolist(), own, own.plain)
+        rates = [
+            planned(np.array([a]), np.array([depth]), survival[None], every).rate
+            for a, depth in product((0, 1), range(1, 7))
+        ]
+        if not found.drafts:
+            assert max(rates) <= 1.015 * own.plain.rate
+            continue
+        drafted += 1
+        who, depth = divmod(int(np.argmax(rates)), 6)
+        assert (found.who.tolist(), found.depths.tolist()) == ([who], [depth + 1])
+        assert found.rate == pytest.approx(max(rates))
+    assert drafted > 10

@@ -9,7 +9,7 @@ import numpy as np
 
 from specplug.speculative.choice.foresight import Foresight
 
-NOT = np.array([False])
+NOT = (False,)
 
 
 @attrs.define
@@ -25,7 +25,7 @@ def foresee(
     text: Text,
     tokens: Sequence[int],
     chance: float = 0.9,
-    drafts: np.ndarray = NOT,
+    drafts: Sequence[bool] = NOT,
     known: int | None = None,
 ) -> np.ndarray:
     """Foresee a chain of nodes of one chance each, in the place of up to 4; return survivals."""
@@ -34,7 +34,7 @@ def foresee(
     survival, bins = foresight.expect(scores)
     row = np.array([[*tokens, *[0] * (4 - len(tokens))]])
     foresight.wait([text], [known or len(text.token_ids)], row, bins, drafts)
-    return survival[0]
+    return np.array(survival[0])
 
 
 def test_right_tokens_are_told_once_they_are_known() -> None:
@@ -67,7 +67,7 @@ def test_text_that_is_known_later_is_waited_for() -> None:
 
 def test_what_drafted_itself_is_learned_from_but_not_told() -> None:
     foresight, text = Foresight(), Text([1])
-    first = foresee(foresight, text, [2, 3], drafts=np.array([True]))
+    first = foresee(foresight, text, [2, 3], drafts=(True,))
     text.token_ids += [8]
     assert foresight.compare([text]) == ([], [])
     assert (foresee(foresight, text, [2, 3])[:2] < first[:2]).all()
@@ -86,6 +86,16 @@ def test_survival_is_what_came_of_such_scores() -> None:
     assert found[3] == 0
 
 
+def test_one_request_is_expected_as_one_of_several() -> None:
+    foresight = Foresight()
+    scores = np.log(np.random.default_rng(0).uniform(0.2, 1, (40, 7))).astype(np.float32)
+    scores[::3, 4:] = -np.inf
+    survivals, bins = foresight.expect(scores)
+    for row, survival, own in zip(scores, survivals, bins, strict=True):
+        alone, single = foresight.expect(row[None])
+        assert (list(alone[0]), list(single[0])) == (list(survival), list(own))
+
+
 def test_many_requests_are_compared_in_turn() -> None:
     foresight = Foresight()
     texts = [Text([1], str(i)) for i in range(40)]
@@ -95,7 +105,7 @@ def test_many_requests_are_compared_in_turn() -> None:
         rows = np.full((40, 1), 2)
         told += foresight.compare(texts)[0]
         lengths = [len(text.token_ids) for text in texts]
-        foresight.wait(texts, lengths, rows, bins, np.zeros(40, dtype=bool))
+        foresight.wait(texts, lengths, rows, bins, [False] * 40)
         for text in texts:
             text.token_ids.append(2)
     assert len(told) == 40

@@ -1,15 +1,16 @@
-"""The measured choice as the plugin that it is: what it is told of a step counts for that step."""
+"""The choice as the plugin that it is: what it takes from the core, and what it gives back."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
 from specplug.speculative.choice.measured_choice import MeasuredChoice
-from specplug.speculative.draft_plan import DraftChoices, DraftPlan, ForeseenDrafts
+from specplug.speculative.draft_plan import DraftChoices, DraftPlan, DraftWish, ForeseenDrafts
 from specplug.speculative.report import StepReport
 
 RUNTIME: Any = SimpleNamespace(device=torch.device("cpu"))
@@ -57,3 +58,47 @@ def test_known_drafts_teach_nothing_of_the_others(known_are_right: bool, in_flig
         if of >= 0:
             processed(choice, 4 if (of % 2 == 0) == known_are_right else 0)
     assert (planned(choice, is_current=False).most_nodes[0] > 1) != known_are_right
+
+
+@attrs.frozen
+class Stub:
+    """A runtime, a batch or a request."""
+
+    device: torch.device = torch.device("cpu")
+    requests: tuple[Stub, ...] = ()
+    request_id: str = ""
+    token_ids: tuple[int, ...] = (1, 2, 3)
+
+
+def planned_of_two(choice: MeasuredChoice, most: tuple[int, ...], *wishes: DraftWish) -> DraftPlan:
+    """Plan a step in which the second of two algorithms foresees what it is sure of."""
+    size = len(most)
+    sure = ForeseenDrafts(
+        tokens=torch.ones(size, 7, dtype=torch.int64),
+        scores=torch.full((size, 7), -0.001),
+        known=(3,) * size,
+        is_current=True,
+    )
+    choices = DraftChoices.of(
+        {"MODEL": 8, "TEXT": 8},
+        most,
+        wishes,
+        None,
+        foreseen=(ForeseenDrafts.untold(size), sure),
+    )
+    requests = tuple(Stub(request_id=str(place)) for place in range(size))
+    stub: Any = Stub(requests=requests)
+    plan = choice.plan_drafts(stub, stub, choices)
+    assert choices.bound(plan) == plan  # it keeps to what requests allow
+    return plan
+
+
+def test_plan_follows_what_requests_of_a_step_allow() -> None:
+    for size in (1, 3):
+        choice = MeasuredChoice(deterministic=True)
+        assert planned_of_two(choice, (8,) * size).who == (1,) * size
+        assert max(planned_of_two(choice, (3,) * size).most_nodes) <= 3
+        nothing = DraftWish(algorithm="NONE")
+        none = planned_of_two(choice, (8,) * size, *[nothing] * size)
+        assert (none.who, none.most_nodes) == ((-1,) * size, (1,) * size)
+        assert planned_of_two(choice, (8,) * size).who == (1,) * size

@@ -96,3 +96,20 @@ def test_draft_that_takes_less_is_learned_beside_steady_passes() -> None:
         costs.observe(work(20, bs=4, depth=4), 0.02 + draft, draft)
     drafting = costs.drafters[0] @ [1, 4, 4, 16]
     assert drafting == pytest.approx(2e-4, rel=0.5)
+
+
+def test_times_as_expected_are_learned_from_seldom() -> None:
+    """What is within the noise changes costs in one of eight steps; what is not, at once."""
+    costs, random = StepCosts(1, CPU_COSTS, padded=False), np.random.default_rng(0)
+    found = []
+    for _ in range(300):
+        target, draft = 0.004 * np.exp(0.03 * random.standard_normal(2))
+        costs.observe(work(4, depth=3), target + draft, draft)
+        found.append(costs.seconds(work(4, depth=3)))
+    changed = np.diff(found) != 0
+    assert changed[:98].all()
+    assert 0.1 < changed[150:].mean() < 0.5
+    assert found[-1] == pytest.approx(0.008, rel=0.05)
+    for _ in range(20):
+        costs.observe(work(4, depth=3), 0.012, 0.008)
+    assert costs.seconds(work(4, depth=3)) == pytest.approx(0.012, rel=0.1)
