@@ -56,7 +56,7 @@ check-dist: dist ## the wheels in an empty environment, away from the repository
 	rm -rf $(VENV)-wheels
 	$(PYTHON) -m venv $(VENV)-wheels
 	$(VENV)-wheels/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		$$(ls dist/*.whl | grep -v "specplug_vllm\|specplug_sglang")
+		$$(ls dist/*.whl | grep -v "specplug_vllm\|specplug_sglang" | sed "s,dist/specplug-.*,&[bench\,new],")
 	cd $(VENV)-wheels && env PATH="$$PWD/bin:$$PATH" PYTHONPATH= bash $(CURDIR)/tests/check_wheels.sh
 
 release-notes: $(VENV)/.installed ## of the newest version, from the changelog
