@@ -52,6 +52,21 @@ def test_every_check_has_its_section() -> None:
     assert named == {check.id for check in all_checks()}
 
 
+def test_page_declares_what_can_be_declared() -> None:
+    def info(_: Any, **given: Any) -> AlgorithmInfo:
+        return AlgorithmInfo(name="MINE", summary="as the page has it", api_version=1, **given)
+
+    text = (REPOSITORY / PAGE).read_text()
+    declared: dict[str, Any] = {"AlgorithmInfo": info, "Conformance": Conformance}
+    for block in re.findall(r"^```py\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        exec(block, declared)
+    subject = declared["TestMine"].subject()
+    assert (subject.algorithm, subject.accept_length) == ("MINE", 2.4)
+    refuse_unknown(subject.expected_failures)
+    for named in re.findall(r"(?:--fails |expected_failures=\{\")([\w.]+)", text):
+        refuse_unknown({named: "declared"})
+
+
 def test_section_says_the_grade_of_its_check() -> None:
     sections = re.split(r"^## ", (REPOSITORY / PAGE).read_text(), flags=re.MULTILINE)[1:]
     grades = {}
