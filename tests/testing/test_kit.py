@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from shallow_target import ShallowTarget
 
 import specplug
 from specplug import AlgorithmInfo, Batch, Conformance, Draft, DraftInput, hookimpl
+from specplug.cli import main
 from specplug.cli.check import declared, told_in_lines
 from specplug.errors import UsageError
 from specplug.registry import Registry
@@ -299,6 +301,21 @@ def test_check_prints_table_and_grade(plugin_folder: Any) -> None:
     assert "conduct.waits" in done.stdout
     assert "no read" in done.stdout
     assert "grade: not known: 2 of 4 bronze checks ran" in done.stdout
+
+
+def test_check_tells_how_far_it_is_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def judged(check: Check, laboratory: Laboratory) -> Verdict:
+        time.sleep(0.15)
+        return Verdict(check, "passed", "", 0.15)
+
+    monkeypatch.setattr("specplug.testing.verdict.judge", judged)
+    monkeypatch.setattr("specplug.cli.progress.LINE_SECONDS", 0.1)
+    main.main(["check", "NONE", "--only", "form"], standalone_mode=False)
+    told = capsys.readouterr().err.splitlines()
+    assert "progress:   0 % after 0 s: NONE, form.listing" in told
+    assert "progress:  50 % after 0 s: NONE, form.hooks" in told
 
 
 def test_check_prints_json(plugin_folder: Any) -> None:
