@@ -262,6 +262,39 @@ def test_accept_length_below_the_references_fails() -> None:
     assert "the reference EAGLE3 has" in verdict.told
 
 
+class Declaring(WithEagle3):
+    """Declares a reference."""
+
+    def __init__(self, reference: str) -> None:
+        super().__init__()
+        self._reference = reference
+
+    @hookimpl
+    def describe(self) -> AlgorithmInfo:
+        return attrs.evolve(super().describe(), conformance=Conformance(reference=self._reference))
+
+
+def test_declared_reference_is_what_its_name_says() -> None:
+    assert Subject(algorithm=Declaring("NGRAM")).measured_reference == "NGRAM"
+    object_named = Subject(algorithm=Declaring("specplug_eagle3:algorithm"))
+    assert object_named.measured_reference is Registry().select("EAGLE3").plugin
+    given = attrs.evolve(object_named, reference="NGRAM")
+    assert given.measured_reference == "NGRAM"
+    assert Subject(algorithm="NGRAM").measured_reference is None
+
+
+@pytest.mark.parametrize("reference", ["specplug_eagle3:nothing", "no_such_module:algorithm"])
+def test_declared_reference_that_is_not_there_is_told(reference: str) -> None:
+    with pytest.raises(UsageError, match=r'expected an installed algorithm.* or "module:object"'):
+        _ = Subject(algorithm=Declaring(reference)).measured_reference
+
+
+def test_acceptance_is_compared_with_the_declared_reference() -> None:
+    told = _acceptance(Declaring("specplug_eagle3:algorithm"))
+    assert told.status == "passed"
+    assert "the reference EAGLE3 has" in told.told
+
+
 def test_declared_settings_make_a_plugin_draft() -> None:
     laboratory = Laboratory(Subject(algorithm="SPARSE_SELF"))
     assert any(laboratory.observe(prompts=laboratory.prompts()[3:4]).drafts.values())
