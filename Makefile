@@ -12,7 +12,7 @@ PYTEST_ARGS ?= -n 3 --dist worksteal
 HOST_PYTEST_ARGS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-hosts lint bench docs dist check-dist release-notes clean
+.PHONY: help run test test-hosts lint kit bench docs generated dist check-dist release-notes clean
 
 help: ## this list
 	@grep -hE "^[a-z0-9-]+:.*##" $(MAKEFILE_LIST) | sed "s/:[^#]*## /: /" | while IFS=: read -r name what; \
@@ -34,6 +34,15 @@ lint: $(VENV)/.installed-dev ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# What ships; make kit KIT=NGRAM for one of them.
+KIT ?= $(shell sed -n '/specplug\.algorithms"/{n;s/ =.*//p;}' $(PLUGINS:%=%/pyproject.toml))
+
+# All of them, though one fails.
+kit: $(VENV)/.installed ## the conformance kit's table for every algorithm, each a minute or two
+	@failed=; for name in $(KIT); do echo "== $$name"; \
+		$(BIN)/specplug check $$name || failed="$$failed $$name"; done; \
+		test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+
 bench: $(VENV)/.installed ## every algorithm beside plain decoding, with pictures
 	$(BIN)/python benchmarks/processes.py list
 	$(BIN)/specplug bench --output build/bench
@@ -42,6 +51,11 @@ bench: $(VENV)/.installed ## every algorithm beside plain decoding, with picture
 # Warnings are errors, a link to a page or a title that is not there too.
 docs: $(VENV)/.installed ## the pages as a site, build/site/index.html
 	$(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/site-cache . build/site
+
+generated: $(VENV)/.installed ## the pages that are made from code: hooks, settings, the plugins' READMEs
+	$(BIN)/python docs/make_hooks.py
+	$(BIN)/python docs/make_settings.py
+	$(BIN)/python plugins/make_readmes.py
 
 # All distributions, each as an sdist and a wheel, as a package index takes them.
 dist: $(VENV)-dist/.installed ## sdists and wheels of all distributions, checked by twine
@@ -56,7 +70,7 @@ check-dist: dist ## the wheels in an empty environment, away from the repository
 	rm -rf $(VENV)-wheels
 	$(PYTHON) -m venv $(VENV)-wheels
 	$(VENV)-wheels/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		$$(ls dist/*.whl | grep -v "specplug_vllm\|specplug_sglang")
+		$$(ls dist/*.whl | grep -v "specplug_vllm\|specplug_sglang" | sed "s,dist/specplug-.*,&[bench\,new],")
 	cd $(VENV)-wheels && env PATH="$$PWD/bin:$$PATH" PYTHONPATH= bash $(CURDIR)/tests/check_wheels.sh
 
 release-notes: $(VENV)/.installed ## of the newest version, from the changelog

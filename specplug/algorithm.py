@@ -129,6 +129,10 @@ class Conformance:
             the model for which the plugin ships weights: what ``gold.acceptance`` measured.
         expected_failures: by the id of a check, why it is known to fail. One that passes all the
             same is a failure: what is declared must be true.
+        reference: what drafts as well as is published, measured beside the algorithm with the same
+            settings: the name of an installed algorithm, or "module:object", a plugin object that
+            the package ships for it, such as the paper's own network. It is imported when the kit
+            runs. None: there is none.
     """
 
     settings: Mapping[str, Any] = attrs.field(
@@ -139,6 +143,9 @@ class Conformance:
     )
     accept_lengths: Mapping[str, float] = attrs.field(factory=dict)
     expected_failures: Mapping[str, str] = attrs.field(factory=dict)
+    reference: str | None = attrs.field(
+        default=None, validator=validators.optional(validators.instance_of(str))
+    )
 
     @expected_failures.validator
     def _reasons(self, attribute: attrs.Attribute[Any], value: Mapping[str, str]) -> None:

@@ -10,4 +10,11 @@ drafted=$(specplug generate --speculative-algorithm EAGLE3 --max-new-tokens 16 "
 plain=$(specplug generate --speculative-algorithm NONE --max-new-tokens 16 "def quicksort(items):")
 echo "$drafted"
 [ "$drafted" = "$plain" ]
-echo "the wheels run, and EAGLE3 writes what plain decoding does"
+specplug generate --speculative-algorithm NGRAM --max-new-tokens 8 --trees trees.html "import os"
+grep -q '"kind":"decode"' trees.html
+specplug check EAGLE3 --only form --only conduct.waits
+specplug bench --speculative-algorithms NGRAM --batch-sizes 1 --rounds 1 --num-prompts 1 --max-new-tokens 8
+rm -rf made
+specplug new MADE --kind ngram --path made
+test -f made/.github/workflows/test.yml
+echo "the wheels run: EAGLE3 writes what plain decoding does; the kit, the bench, a view and the template are there"

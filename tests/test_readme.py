@@ -10,8 +10,11 @@ import sys
 from pathlib import Path
 
 import attrs
+import click
 import pytest
 from warm_process import run_command
+
+from specplug.cli import main
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -43,6 +46,10 @@ class Block:
 
 
 def blocks(language: str) -> list[Block]:
+    return [block for block in every_block() if block.language == language]
+
+
+def every_block() -> list[Block]:
     found = []
     for page in (*PAGES, *INDEXED):
         text = page.read_text(encoding="utf-8")
@@ -50,7 +57,7 @@ def blocks(language: str) -> list[Block]:
             line = text.count("\n", 0, fence.start()) + 2
             shown = OUTPUT.match(text, fence.end())
             found.append(Block(page, line, fence[1], fence[2], shown and shown[1]))
-    return [block for block in found if block.language == language]
+    return found
 
 
 def commands() -> list[tuple[Block, str]]:
@@ -101,13 +108,56 @@ def test_bash(block, command):
         run(command)
 
 
-def run(command: str) -> None:
+RUN_ELSEWHERE = {
+    "new.md": "tests/cli/test_new.py",
+    "write_an_algorithm.md": "tests/cli/test_new.py",
+}
+"""Pages whose ``sh`` blocks are run from the first line to the last, and by what."""
+
+
+def shown_commands() -> list[tuple[Block, str]]:
+    """Every line of the blocks that take minutes, or what not every machine has."""
+    return [
+        (block, line.removeprefix("$ "))
+        for block in (*blocks("sh"), *blocks("console"))
+        for line in block.code.splitlines()
+        if block.page.name not in RUN_ELSEWHERE
+    ]
+
+
+@pytest.mark.parametrize(("block", "command"), shown_commands(), ids=str)
+def test_shown_command_is_one(block, command, tmp_path, monkeypatch):
+    """What would take minutes is not run: its options are read as if it were."""
+    program, *words = shlex.split(command)
+    if program == "specplug":
+        found = main.get_command(click.Context(main), words[0])
+        assert found is not None, words[0]
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "heads").mkdir()  # what the command before it has made
+        found.make_context(words[0], words[1:])
+    elif program == "pytest":
+        options = ["--collect-only", "--specplug-check", "form", "-p", "no:cacheprovider"]
+        run(shlex.join(["python", "-m", "pytest", *words, *options]), tmp_path)
+    else:
+        assert [program, words[0]] == ["pip", "install"]
+        assert (ROOT / words[1] / "pyproject.toml").is_file()
+
+
+def test_pages_that_are_run_elsewhere_are_there():
+    for page, tests in RUN_ELSEWHERE.items():
+        assert f'"{page}"' in (ROOT / tests).read_text(encoding="utf-8")
+    languages = {block.language for block in every_block()}
+    known = ["bash", "console", "diff", "mermaid", "output", "py", "python", "sh", "text", "toml"]
+    assert languages <= set(known)
+
+
+def run(command: str, folder: Path = ROOT) -> None:
     """Run a line as a reader would, with the virtual environment active. One with a pipe is a
     ``specplug`` that begins cold."""
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", command],
-        cwd=ROOT,
+        cwd=folder,
         env={**os.environ, "PATH": path},
         capture_output=True,
         text=True,

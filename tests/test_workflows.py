@@ -59,6 +59,7 @@ def test_kit_runs_for_the_packages_of_others():
     text = (ROOT / ".github/workflows/plugin.yml").read_text(encoding="utf-8")
     asked = workflow(ROOT / ".github/workflows/plugin.yml")[True]["workflow_call"]["inputs"]
     assert set(re.findall(r"inputs\.(\w+)", text)) == set(asked)
+    assert '"./core[disagg,grammar]"' in text  # else the kit leaves out what needs them
     found = re.search(r"\|\| '(\[\"early_exit.*?\])'", text)
     assert found is not None
     for example in json.loads(found[1]):

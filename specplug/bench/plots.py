@@ -119,7 +119,7 @@ def draw_speed_up(report: Report) -> Figure:
     figure, panels = _rows(report, "How much faster than plain decoding", sharex=True)
     rounds = report.settings["rounds"]
     quartiles = report.has_quartiles
-    most = max(summary.speed_up.greatest for summary in report.summaries)
+    most = max(summary.speed_up.within(quartiles)[1] for summary in report.summaries)
     for axes, size in zip(panels, report.batch_sizes, strict=True):
         summaries = _ordered(report, size)
         for y, summary in enumerate(summaries):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from specplug.cli.progress import loading_bars
+from specplug.cli.progress import Lines, loading_bars
 from specplug.cli.standard_output import print_table, reserve_standard_output
 from specplug.errors import UsageError, shown
 from specplug.printable import one_line, printable
@@ -147,9 +148,14 @@ def _run(options: dict[str, Any]) -> list[Verdict]:
         laboratory = Laboratory(subject)
         checks = checks_named(options["only"]) if options["only"] else all_checks()
         verdicts = []
-        for done, each in enumerate(checks):
-            bar("", each.id, done, len(checks))
-            verdicts.append(judge(each, laboratory))
+        with nullcontext() if sys.stderr.isatty() else Lines(len(checks)) as lines:
+            for done, each in enumerate(checks):
+                bar("", each.id, done, len(checks))
+                if lines is not None:
+                    lines.say(f"{options['name']}, {each.id}")
+                verdicts.append(judge(each, laboratory))
+                if lines is not None:
+                    lines.advance(1)
         return verdicts
 
 

@@ -290,7 +290,7 @@ def _compared_with_reference(laboratory: Laboratory, length: float) -> str:
     Raises:
         Failure: the reference's drafts are better.
     """
-    reference = laboratory.subject.reference
+    reference = laboratory.subject.measured_reference
     if reference is None:
         return ""
     other = Laboratory(attrs.evolve(laboratory.subject, algorithm=reference))

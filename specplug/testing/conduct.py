@@ -103,7 +103,7 @@ class Kept:
         return self.future_map
 
 
-REQUESTS = 100
+REQUESTS = 334
 QUICK_REQUESTS = 20
 """After which a plugin's memory is measured first; and after twice and three times as many."""
 

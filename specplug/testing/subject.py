@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ class Subject:
             what the plugin declares (``AlgorithmInfo.conformance``), if neither weights nor the
             shape of drafts are other ones.
         reference: another algorithm, a name or a plugin object, whose drafts are known to be as
-            good as published; it is measured beside this one, with the same settings.
+            good as published; it is measured beside this one, with the same settings. None: what
+            the plugin declares (``AlgorithmInfo.conformance``).
         seed: chooses texts, budgets and the seeds of sampled requests. 0: the texts of which accept
             lengths are declared.
         host: another engine in which the algorithm runs, by the name of a ``HostPlugin``; None: the
@@ -78,6 +80,26 @@ class Subject:
             return None
         published = self.selected.info.conformance.accept_lengths
         return published.get(shipped_name(find_model(self.model)))
+
+    @property
+    def measured_reference(self) -> str | object | None:
+        """What is measured beside it: what is given, else what the plugin declares; None: nothing.
+
+        Raises:
+            UsageError: the plugin declares an object that cannot be imported.
+        """
+        declared = self.selected.info.conformance.reference
+        if self.reference is not None or declared is None or ":" not in declared:
+            return declared if self.reference is None else self.reference
+        module, _, name = declared.partition(":")
+        try:
+            found: object = getattr(import_module(module), name)
+            return found
+        except (ImportError, AttributeError) as error:
+            raise UsageError(
+                f"Conformance(reference={declared!r}): {error}; expected an installed algorithm's "
+                'name, or "module:object", a plugin object that can be imported'
+            ) from error
 
     @property
     def selected(self) -> SelectedAlgorithm:

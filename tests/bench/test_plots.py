@@ -117,6 +117,17 @@ def test_axes_have_units_and_no_text_is_cut_off(figures, name):
             assert box.y1 <= figure.bbox.height + 1, text
 
 
+def test_round_that_is_not_drawn_widens_no_axis(make_series, make_report):
+    limits = []
+    for best in (1.9, 0.1):
+        seconds = {"NONE": [4.0] * 8, "A": [best, *[2.0] * 7]}
+        with rc_context(STYLE):
+            figure = PLOTS["speedup.png"](make_report(make_series("A", seconds)))
+        limits.append(figure.axes[0].get_xlim()[1])
+    assert limits[0] == limits[1]
+    assert 2.0 < limits[0] < 3.0
+
+
 def test_the_whole_bar_is_the_time_a_token_takes(figures, report):
     axes = figures["time_split.png"].axes[0]
     none = report.summaries[0]

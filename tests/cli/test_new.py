@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import venv
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,6 +107,12 @@ def run(words: list[str], folder: Path, **environment: str) -> None:
         words, cwd=folder, env=variables, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_made_package_tests_with_all_that_the_kit_needs(tmp_path: Path) -> None:
+    make(tmp_path, "MADE", "--kind", "ngram", "--path", "made")
+    made = tomllib.loads((tmp_path / "made" / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "specplug[disagg,grammar]" in made["project"]["optional-dependencies"]["test"]
 
 
 @pytest.mark.parametrize("name", ["X", LONGEST])

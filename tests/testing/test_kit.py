@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from shallow_target import ShallowTarget
 
 import specplug
 from specplug import AlgorithmInfo, Batch, Conformance, Draft, DraftInput, hookimpl
+from specplug.cli import main
 from specplug.cli.check import declared, told_in_lines
 from specplug.errors import UsageError
 from specplug.registry import Registry
@@ -50,6 +52,21 @@ def test_every_check_has_its_section() -> None:
     assert {check.page.partition("#")[2] for check in all_checks()} <= anchors
     named = {heading for heading in headings if "." in heading}
     assert named == {check.id for check in all_checks()}
+
+
+def test_page_declares_what_can_be_declared() -> None:
+    def info(_: Any, **given: Any) -> AlgorithmInfo:
+        return AlgorithmInfo(name="MINE", summary="as the page has it", api_version=1, **given)
+
+    text = (REPOSITORY / PAGE).read_text()
+    declared: dict[str, Any] = {"AlgorithmInfo": info, "Conformance": Conformance}
+    for block in re.findall(r"^```py\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        exec(block, declared)
+    subject = declared["TestMine"].subject()
+    assert (subject.algorithm, subject.accept_length) == ("MINE", 2.4)
+    refuse_unknown(subject.expected_failures)
+    for named in re.findall(r"(?:--fails |expected_failures=\{\")([\w.]+)", text):
+        refuse_unknown({named: "declared"})
 
 
 def test_section_says_the_grade_of_its_check() -> None:
@@ -245,6 +262,39 @@ def test_accept_length_below_the_references_fails() -> None:
     assert "the reference EAGLE3 has" in verdict.told
 
 
+class Declaring(WithEagle3):
+    """Declares a reference."""
+
+    def __init__(self, reference: str) -> None:
+        super().__init__()
+        self._reference = reference
+
+    @hookimpl
+    def describe(self) -> AlgorithmInfo:
+        return attrs.evolve(super().describe(), conformance=Conformance(reference=self._reference))
+
+
+def test_declared_reference_is_what_its_name_says() -> None:
+    assert Subject(algorithm=Declaring("NGRAM")).measured_reference == "NGRAM"
+    object_named = Subject(algorithm=Declaring("specplug_eagle3:algorithm"))
+    assert object_named.measured_reference is Registry().select("EAGLE3").plugin
+    given = attrs.evolve(object_named, reference="NGRAM")
+    assert given.measured_reference == "NGRAM"
+    assert Subject(algorithm="NGRAM").measured_reference is None
+
+
+@pytest.mark.parametrize("reference", ["specplug_eagle3:nothing", "no_such_module:algorithm"])
+def test_declared_reference_that_is_not_there_is_told(reference: str) -> None:
+    with pytest.raises(UsageError, match=r'expected an installed algorithm.* or "module:object"'):
+        _ = Subject(algorithm=Declaring(reference)).measured_reference
+
+
+def test_acceptance_is_compared_with_the_declared_reference() -> None:
+    told = _acceptance(Declaring("specplug_eagle3:algorithm"))
+    assert told.status == "passed"
+    assert "the reference EAGLE3 has" in told.told
+
+
 def test_declared_settings_make_a_plugin_draft() -> None:
     laboratory = Laboratory(Subject(algorithm="SPARSE_SELF"))
     assert any(laboratory.observe(prompts=laboratory.prompts()[3:4]).drafts.values())
@@ -284,6 +334,21 @@ def test_check_prints_table_and_grade(plugin_folder: Any) -> None:
     assert "conduct.waits" in done.stdout
     assert "no read" in done.stdout
     assert "grade: not known: 2 of 4 bronze checks ran" in done.stdout
+
+
+def test_check_tells_how_far_it_is_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def judged(check: Check, laboratory: Laboratory) -> Verdict:
+        time.sleep(0.15)
+        return Verdict(check, "passed", "", 0.15)
+
+    monkeypatch.setattr("specplug.testing.verdict.judge", judged)
+    monkeypatch.setattr("specplug.cli.progress.LINE_SECONDS", 0.1)
+    main.main(["check", "NONE", "--only", "form"], standalone_mode=False)
+    told = capsys.readouterr().err.splitlines()
+    assert "progress:   0 % after 0 s: NONE, form.listing" in told
+    assert "progress:  50 % after 0 s: NONE, form.hooks" in told
 
 
 def test_check_prints_json(plugin_folder: Any) -> None:

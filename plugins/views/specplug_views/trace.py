@@ -137,11 +137,13 @@ class _Run:
         """Yield each request's share of a step, on its own track."""
         for i, request_id in enumerate(report.prefill_ids):
             tokens, cached = report.prefill_tokens[i], report.cached_tokens[i]
-            about = {"step": report.number, "tokens": tokens, "cached": cached}
-            yield from self._on_track(request_id, f"prefill {tokens}", start, total, about)
+            read: Event = {"step": report.number, "tokens": tokens, "cached": cached}
+            yield from self._on_track(request_id, f"prefill {tokens}", start, total, read)
         for i, request_id in enumerate(report.decode_ids):
-            about = {
+            about: Event = {
                 "step": report.number,
+                "drafter": report.drafters[i],
+                "planned": report.planned[i],
                 "proposed": report.proposed[i],
                 "width": report.widths[i],
                 "accept_len": report.accept_lens[i],

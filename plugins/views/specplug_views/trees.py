@@ -236,6 +236,8 @@ class _Run:
                 "kind": "decode",
                 "request": self._key(request.request_id),
                 "step": report.number,
+                "drafter": report.drafters[i],
+                "planned": report.planned[i],
                 "proposed": report.proposed[i],
                 "width": report.widths[i],
                 **draft,

@@ -15,7 +15,7 @@ import pytest
 
 from specplug import SamplingParams
 
-from .conftest import Viewed, view
+from .conftest import PROMPTS, Viewed, view
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
@@ -153,6 +153,22 @@ def test_keys_walk_through_steps_and_requests(tree: Viewed) -> None:
     walked = [(1, 1), (1, 2), (1, 3), (1, 2), (2, 2), (2, steps[1]), (2, 1), (3, 1), (3, 1), (2, 1)]
     assert found[:10] == [[f"request {r} of 3", f"step {s} of {steps[r - 1]}"] for r, s in walked]
     assert found[10:] == [["jump", "#2/1"], ["request 2 of 3", f"step 3 of {steps[1]}"]]
+
+
+def test_page_says_who_drafted_and_why_nobody_did(tmp_path: Path) -> None:
+    script = """press("End");
+        const facts = [...document.querySelectorAll("#facts dd")].map((dd) => dd.textContent);
+        const found = [facts, document.getElementById("said").textContent];"""
+    told: dict[int | None, bool] = {}
+    for most in (0, None):
+        params = SamplingParams(max_tokens=8, max_draft_tokens=most)
+        viewed = view(tmp_path, "EAGLE3,NGRAM", params, PROMPTS[:1])
+        facts, said = evaluate(viewed.page, script)
+        step = [r for r in viewed.records if r["kind"] == "decode"][-1]
+        assert facts[2:4] == [step["drafter"].replace("NONE", "nobody"), str(step["planned"])]
+        told[most] = said.startswith("No draft was asked for: the request wants none")
+        assert told[most] == (step["drafter"] == "NONE")
+    assert told[0]
 
 
 def test_text_in_a_page_is_text(tmp_path: Path) -> None:

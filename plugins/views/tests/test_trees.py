@@ -23,6 +23,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "chain": ("EAGLE3", {"speculative_num_steps": 4, "speculative_eagle_topk": 1}),
     "text": ("NGRAM", {}),
     "both": ("EAGLE3+NGRAM", {}),
+    "one of two": ("NGRAM,EAGLE3", {}),
     "none": ("NONE", {}),
     "budget": ("EAGLE3", {**TREE, "verify_budget": 14}),
     "pressure": ("EAGLE3", {**TREE, "max_total_tokens": 64, "page_size": 4}),
@@ -78,6 +79,8 @@ def check_drafts(viewed: Viewed) -> None:
             (found,) = [r for r in decodes(records, request) if r["step"] == report.number]
             nodes = len(found["tokens"])
             assert nodes >= found["width"] == report.widths[i]
+            assert found["drafter"] == report.drafters[i]
+            assert found["planned"] == report.planned[i]
             assert found["tokens"] == seen["tokens"][i][:nodes]
             assert found["target"] == seen["target"][i][:nodes]
             assert set(seen["target"][i][nodes:]) <= {-1}
