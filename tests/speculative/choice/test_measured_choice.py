@@ -13,7 +13,8 @@ from specplug.speculative.choice.measured_choice import MeasuredChoice
 from specplug.speculative.draft_plan import DraftChoices, DraftPlan, DraftWish, ForeseenDrafts
 from specplug.speculative.report import StepReport
 
-RUNTIME: Any = SimpleNamespace(device=torch.device("cpu"))
+CPU = torch.device("cpu")
+RUNTIME: Any = SimpleNamespace(device=CPU)
 BATCH: Any = SimpleNamespace(requests=[SimpleNamespace(request_id="a", token_ids=[1, 2, 3])])
 
 
@@ -64,7 +65,7 @@ def test_known_drafts_teach_nothing_of_the_others(known_are_right: bool, in_flig
 class Stub:
     """A runtime, a batch or a request."""
 
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     requests: tuple[Stub, ...] = ()
     request_id: str = ""
     token_ids: tuple[int, ...] = (1, 2, 3)
