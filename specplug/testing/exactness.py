@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from specplug.errors import SpecplugError
 from specplug.testing.check import Failure, check
-from specplug.testing.configuration import Configuration, shown, smallest
+from specplug.testing.configuration import SIMPLEST, Configuration, shown, smallest
 from specplug.testing.hosted import tokens_in_host
 from specplug.testing.laboratory import Laboratory
+from specplug.testing.parting import left_in, told_parting
 
 
 @check(
@@ -18,13 +19,16 @@ from specplug.testing.laboratory import Laboratory
     hosted=tokens_in_host,
 )
 def tokens(laboratory: Laboratory) -> str:
-    """Run a cover of all pairs of settings. Name the simplest one that differs, or raises."""
+    """Run a cover of all pairs of settings. Name the simplest one that differs, or raises, and the
+    hook after which its states part from those of the simplest run of all."""
     configurations = laboratory.cover()
     for configuration in configurations:
         told = difference(laboratory, configuration)
         if told:
             least = smallest(configuration, lambda c: bool(difference(laboratory, c)))
-            raise Failure(f"{shown(least)}: {difference(laboratory, least)}")
+            raise Failure(
+                f"{shown(least)}: {difference(laboratory, least)}{_parting(laboratory, least)}"
+            )
     return f"{len(configurations)} configurations{laboratory.told_without}"
 
 
@@ -36,6 +40,19 @@ def difference(laboratory: Laboratory, configuration: Configuration) -> str:
         return f"the run ends with {type(error).__name__}: {error}"
     expected = laboratory.plain(sampled=True, structured=configuration["structured"])
     return _first_difference(expected, found.tokens)
+
+
+def _parting(laboratory: Laboratory, configuration: Configuration) -> str:
+    """Return where the states of a run that ends part from those of the simplest one."""
+    simple = {**SIMPLEST, "structured": configuration["structured"]}
+    texts = laboratory.prompts()
+    try:
+        return told_parting(
+            left_in(laboratory, simple, texts, sampled=True),
+            left_in(laboratory, configuration, texts, sampled=True),
+        )
+    except (SpecplugError, AssertionError):  # which is told already
+        return ""
 
 
 def _first_difference(expected: Sequence[Sequence[int]], found: Sequence[Sequence[int]]) -> str:
