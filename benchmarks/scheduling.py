@@ -127,6 +127,7 @@ class ReadySteps(StepRunner):
                 counts=(1,) * size,
                 drafters=(),
                 planned=(),
+                plan=None,
                 chances=None,
             )
         for part in ("propose", "target", "verify", "extend"):

@@ -23,11 +23,15 @@ class StepChoice:
         drafters: requests by what drafted for them; "NONE" where nothing did.
         verified: nodes of all requests, the roots included.
         accepted: tokens of all requests, the bonus tokens included.
+        expected: how many of these were expected; None: it was not estimated.
+        reason: why drafts were chosen so, as ``StepReport`` has it.
     """
 
     drafters: Mapping[str, int]
     verified: int
     accepted: int
+    expected: float | None = None
+    reason: str = ""
 
     @property
     def requests(self) -> int:
@@ -39,18 +43,23 @@ class ChoiceLog:
     """An extension that keeps what was chosen in each decode step."""
 
     def __init__(self) -> None:
-        self._steps: list[tuple[tuple[str, ...], int, int]] = []
+        self._steps: list[tuple[tuple[str, ...], int, int, float | None, str]] = []
 
     @hookimpl
     def on_step(self, report: StepReport) -> None:
         """Keep a step."""
         if report.drafters:
-            self._steps.append((report.drafters, sum(report.widths), sum(report.accept_lens)))
+            counts = sum(report.widths), sum(report.accept_lens)
+            why = report.expected_tokens, report.reason
+            self._steps.append((report.drafters, *counts, *why))
 
     @property
     def choices(self) -> list[StepChoice]:
         """Of the steps so far."""
-        return [StepChoice(Counter(names), *counts) for names, *counts in self._steps]
+        return [
+            StepChoice(Counter(names), verified, accepted, expected, reason)
+            for names, verified, accepted, expected, reason in self._steps
+        ]
 
     def clear(self) -> None:
         """Forget the steps so far."""

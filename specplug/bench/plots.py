@@ -30,6 +30,7 @@ COLORS = (
 MARKERS = "osD^v<>pPXh*"
 BASELINE_COLOR = "#6E6E6E"
 TINT_VERIFIED = "#9A9A9A"
+EXPECTED = "#C0504D"
 TINTS = {
     "propose": 1.0,
     "target": 0.5,
@@ -352,9 +353,12 @@ def draw_shares(
 
 def draw_step_nodes(axes: Axes, steps: Sequence[Mapping[str, Any]], most: int = MOST_STEPS) -> None:
     """Draw the mean nodes of a request at each step, as ``draw_shares`` does: verified, and
-    accepted."""
+    accepted; and how many of these were expected, where that was estimated."""
     edges, groups = _grouped(steps, most)
-    for name, color in (("verified", TINT_VERIFIED), ("accepted", INK)):
+    lines = {"verified": TINT_VERIFIED, "accepted": INK}
+    if all(step.get("expected") is not None for step in steps):
+        lines["expected"] = EXPECTED
+    for name, color in lines.items():
         means = [
             sum(step[name] for step in group)
             / sum(sum(step["drafters"].values()) for step in group)

@@ -453,6 +453,7 @@ def _report(result: StepResult, sampled: Sequence[bool], kept: Sequence[int]) ->
         chances = decode.chances.numpy()
         chances.flags.writeable = False
     chunks = step.prefill.chunks if step.prefill else ()
+    plan = decode.plan if decode else None
     return StepReport(
         number=result.number,
         mode=step.mode,
@@ -465,6 +466,9 @@ def _report(result: StepResult, sampled: Sequence[bool], kept: Sequence[int]) ->
         proposed=decode.proposed if decode else (),
         drafters=decode.drafters if decode else (),
         planned=decode.planned if decode else (),
+        reason=plan.reason if plan else "",
+        expected_tokens=plan.expected_tokens if plan else None,
+        expected_seconds=plan.expected_seconds if plan else None,
         widths=decode.widths if decode else (),
         depth=decode.tokens.shape[1] - 1 if decode else 0,
         accept_lens=tuple(decode.accept_lens.tolist()) if decode else (),

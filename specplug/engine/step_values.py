@@ -16,6 +16,7 @@ from specplug.grammar.state import HostTree
 from specplug.model.model_runner import PassPart
 from specplug.sampling_params import Needs
 from specplug.speculative.draft import Draft
+from specplug.speculative.draft_plan import DraftPlan
 from specplug.speculative.hook_order import Chunks, Committed, Drafted
 from specplug.speculative.host_copy import Arrival, host_copy
 from specplug.speculative.paged_plan import PagedPlan
@@ -333,7 +334,7 @@ class DecodeResult:
         outputs: what requests asked for, of these bs·C rows; None if nothing.
         chances: of the nodes, as ``Committed.chances``.
         proposed: nodes of each request's draft before it was cut.
-        drafters, planned: as in ``Drafted``.
+        drafters, planned, plan: as in ``Drafted``.
         counts: nodes verified for each request; a tensor [bs] int64 where the device alone knew
             them.
     """
@@ -344,6 +345,7 @@ class DecodeResult:
     proposed: tuple[int, ...]
     drafters: tuple[str, ...]
     planned: tuple[int, ...]
+    plan: DraftPlan | None
     counts: tuple[int, ...] | Tensor
     chances: Tensor | None
 
@@ -360,6 +362,7 @@ class DecodeResult:
             proposed=rows.drafted.proposed,
             drafters=rows.drafted.drafters,
             planned=rows.drafted.planned,
+            plan=rows.drafted.plan,
             counts=draft.host_counts(),
             chances=None if committed.chances is None else host_copy(committed.chances),
         )

@@ -177,6 +177,9 @@ class DraftChoices:
             who=tuple(who),
             most_nodes=tuple(nodes),
             verify_budget=self._bound_budget(plan.verify_budget, sum(nodes)),
+            reason=plan.reason,
+            expected_tokens=plan.expected_tokens,
+            expected_seconds=plan.expected_seconds,
         )
 
     def _bound_budget(self, planned: int | None, nodes: int) -> int | None:
@@ -198,11 +201,18 @@ class DraftPlan:
             included, at least bs; None: all that are drafted. The core keeps those that survive
             most likely, by the calibrated scores of the drafts, on the device. A host that cannot
             (``DraftChoices.takes_budget``) verifies all. The run's own budget binds too.
+        reason: why it is so, in a few words for people; nothing goes by it. "": it is not said.
+        expected_tokens: that the step is expected to give, of all requests, the bonus tokens
+            included; None: it is not estimated.
+        expected_seconds: that it is expected to take; None: it is not estimated.
     """
 
     who: tuple[int, ...]
     most_nodes: tuple[int, ...]
     verify_budget: int | None = None
+    reason: str = ""
+    expected_tokens: float | None = None
+    expected_seconds: float | None = None
 
     @property
     def drafts_nothing(self) -> bool:
@@ -235,3 +245,9 @@ class DraftPlan:
                 f"verify_budget={shown(budget)}; expected an integer of at least {size}, one node "
                 "for each request, or None"
             )
+        if not isinstance(self.reason, str):
+            raise ValueError(f"reason={shown(self.reason)}; expected a text")
+        for name in ("expected_tokens", "expected_seconds"):
+            value = getattr(self, name)
+            if not (value is None or (isinstance(value, float | int) and value >= 0)):
+                raise ValueError(f"{name}={shown(value)}; expected a number, or None")

@@ -248,6 +248,7 @@ class Drafted(Half):
         proposed: nodes of each request before the cuts, the root included.
         drafters: what drafted for each request, by name; ``UNDRAFTED`` where nothing did.
         planned: the most nodes that were to be drafted for each, the root included.
+        plan: by which they were; None: nothing was chosen.
     """
 
     seq_lens: Tensor
@@ -255,6 +256,7 @@ class Drafted(Half):
     proposed: tuple[int, ...]
     drafters: tuple[str, ...] = ()
     planned: tuple[int, ...] = ()
+    plan: DraftPlan | None = None
 
     @property
     def tokens(self) -> Tensor:
@@ -385,6 +387,7 @@ class HookOrder:
             proposed=draft.widths or (draft.width,) * len(draft.tokens),
             drafters=self._names(plan, len(starts)),
             planned=most,
+            plan=plan,
         )
 
     def _batch(self, scheduled: Scheduled, rows: Tensor, seq_lens: Tensor) -> Batch:

@@ -50,6 +50,10 @@ class StepReport:
         proposed: nodes of each one's draft as the algorithm made it, the root included.
         drafters: what drafted for each, by name; "NONE" where nothing did.
         planned: the most nodes that were to be drafted for each, the root included.
+        reason: why drafts were chosen so, as ``DraftPlan`` says it; "": it was not said, or nothing
+            was chosen.
+        expected_tokens, expected_seconds: what that choice expected of the decode requests: their
+            tokens, bonus tokens included, and the time of the step; None: it was not estimated.
         widths: nodes verified for each, the root included: fewer where a draft was cut.
         depth: of the deepest draft, below its root.
         accept_lens: tokens accepted for each, the bonus token included.
@@ -85,6 +89,9 @@ class StepReport:
     proposed: tuple[int, ...] = ()
     drafters: tuple[str, ...] = ()
     planned: tuple[int, ...] = ()
+    reason: str = ""
+    expected_tokens: float | None = None
+    expected_seconds: float | None = None
     widths: tuple[int, ...] = ()
     depth: int = 0
     accept_lens: tuple[int, ...] = ()

@@ -8,6 +8,9 @@ import pytest
 
 from specplug import LLM, SamplingParams, hookimpl
 from specplug.engine.engine_runtime import EngineRuntime
+from specplug.speculative.choice.best_plan import BEST, NOTHING_PAYS
+from specplug.speculative.choice.draft_policy import NO_ROOM
+from specplug.speculative.choice.trials import TRIED, TRIED_PLAIN
 from specplug.speculative.report import StepReport
 
 TEXT = "def area(width, height):\n    return width * height\n\n\ndef "
@@ -32,6 +35,17 @@ class Steps:
             self.planned.append((report.decode_ids, report.drafters, report.planned))
 
 
+class Reports:
+    """Keeps what each step reports."""
+
+    def __init__(self) -> None:
+        self.reports: list[StepReport] = []
+
+    @hookimpl
+    def on_step(self, report: StepReport) -> None:
+        self.reports.append(report)
+
+
 def generate(algorithm: str, **settings: Any) -> tuple[list[Any], list[Any]]:
     steps = Steps()
     with LLM(speculative_algorithm=algorithm, extensions=[steps], **SMALL, **settings) as llm:
@@ -44,6 +58,39 @@ def generate(algorithm: str, **settings: Any) -> tuple[list[Any], list[Any]]:
 def test_measured_choice_changes_no_token(algorithm: str, overlap: bool) -> None:
     settings = {"draft_choice": "measured", "disable_overlap_schedule": not overlap}
     assert generate(algorithm, **settings)[0] == generate("NONE")[0]
+
+
+def test_reports_say_why_and_what_was_expected() -> None:
+    """Once its costs are known, what is expected of a step is about what it gives and takes."""
+    log = Reports()
+    with LLM(speculative_algorithm="NGRAM,EAGLE3", extensions=[log], **SMALL) as llm:
+        llm.generate(PROMPTS, PARAMS)
+    decodes = [report for report in log.reports if report.decode_ids]
+    assert {report.reason for report in decodes} <= {
+        BEST,
+        NOTHING_PAYS,
+        NO_ROOM,
+        TRIED,
+        TRIED_PLAIN,
+    }
+    known = [report for report in decodes[10:] if report.mode == "decode"]
+    expected = sum(report.expected_tokens or 0.0 for report in known)
+    assert expected == pytest.approx(sum(sum(r.accept_lens) for r in known), rel=0.5)
+    assert all(report.expected_seconds for report in known)
+    prefills = [report for report in log.reports if not report.decode_ids]
+    assert {(r.reason, r.expected_tokens, r.expected_seconds) for r in prefills} == {
+        ("", None, None)
+    }
+
+
+def test_deterministic_drafts_expect_no_seconds() -> None:
+    log = Reports()
+    settings = {"deterministic_drafts": True, **SMALL}
+    with LLM(speculative_algorithm="NGRAM,EAGLE3", extensions=[log], **settings) as llm:
+        llm.generate(PROMPTS, PARAMS)
+    decodes = [report for report in log.reports if report.decode_ids]
+    assert all(report.expected_tokens for report in decodes)
+    assert {report.expected_seconds for report in decodes} == {None}
 
 
 def test_deterministic_drafts_repeat_each_step() -> None:

@@ -48,6 +48,11 @@ def test_budget_is_heeded_if_it_cuts(takes: bool, planned: int | None, bound: in
         (DraftPlan(who=(0, 0, 0, 2), most_nodes=(4,) * 4), "one integer from -1 to 1 for each"),
         (DraftPlan(who=(0,) * 4, most_nodes=(4, 4, 4, 0)), "one integer of at least 1 for each"),
         (DraftPlan(who=(0,) * 4, most_nodes=(4,) * 4, verify_budget=3), "integer of at least 4"),
+        (DraftPlan(who=(0,) * 4, most_nodes=(4,) * 4, reason=None), "reason=None; expected a text"),
+        (
+            DraftPlan(who=(0,) * 4, most_nodes=(4,) * 4, expected_tokens=-1.0),
+            "expected_tokens=-1.0; expected a number, or None",
+        ),
         (DraftPlan(who=(True,) * 4, most_nodes=(4,) * 4), "one integer from -1 to 1"),
     ],
 )

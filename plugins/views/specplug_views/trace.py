@@ -209,6 +209,11 @@ def _about(report: StepReport) -> Event:
         "waiting": report.num_waiting,
         "retracted": list(report.retracted_ids),
     }
+    if report.reason:
+        found["reason"] = report.reason
+    for name in ("expected_tokens", "expected_seconds"):
+        if (value := getattr(report, name)) is not None:
+            found[name] = value
     return {
         name: dumps(value) if isinstance(value, list) else value for name, value in found.items()
     }

@@ -200,6 +200,7 @@ class _Run:
             "batch": len(report.decode_ids) + len(report.prefill_ids),
             "waiting": report.num_waiting,
             "ms": {part: round(s * 1e3, 3) for part, s in report.seconds.items()},
+            **_choice(report),
         }
         if report.prefill_ids:
             yield from self._prefilled(report, _found(self._prefills, report.prefill_ids))
@@ -284,6 +285,18 @@ class _Run:
         """Return the tokens that a request got, and the text that each adds."""
         growing = self._requests[request_id]
         return {"new": list(tokens), "text": [growing.add(token) for token in tokens]}
+
+
+def _choice(report: StepReport) -> Record:
+    """Return why drafts were chosen so, and what that choice expected; nothing if none was made."""
+    if not report.reason:
+        return {}
+    tokens, seconds = report.expected_tokens, report.expected_seconds
+    return {
+        "reason": report.reason,
+        "expected": None if tokens is None else round(tokens, 2),
+        "expected_ms": None if seconds is None else round(seconds * 1e3, 3),
+    }
 
 
 def _draft_of(seen: Seen, report: StepReport, i: int) -> Record:

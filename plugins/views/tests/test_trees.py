@@ -55,6 +55,15 @@ def test_page_has_what_the_run_did(case: str, tmp_path: Path) -> None:
         assert {r["run"] for r in viewed.records if r["kind"] == "step"} == {0, 1}
     if case == "mixed":
         assert any(not all(report.sampled) for report in viewed.witness.reports)
+    chosen = [step for step in viewed.records if step["kind"] == "step" and "reason" in step]
+    assert bool(chosen) == (case == "one of two")
+    reports = {report.number: report for report in viewed.witness.reports}
+    for step in chosen:
+        report = reports[step["step"]]
+        assert (step["reason"], step["expected"]) == (
+            report.reason,
+            round(report.expected_tokens, 2),
+        )
     if case == "budget":
         assert any(-1 in r["target"] for r in viewed.records if r["kind"] == "decode")
 

@@ -22,6 +22,8 @@ Array = np.ndarray
 
 _LEAST = np.array([1e-300, 0.08, 0.25, 0.45, 0.65, 0.85])
 """Survivals from which on nodes are taken, in the ways to choose that are compared."""
+BEST = "the most tokens a second"
+NOTHING_PAYS = "no draft is worth its time"
 MARGIN = 1.015
 """How much better drafts have to look than none: the best of many estimates is mostly one that is
 too good."""
@@ -38,12 +40,14 @@ class Plan:
         depths: [n] int64, how deep; 0 where none drafts.
         tokens: expected of the step, the bonus tokens included.
         seconds: expected of the step.
+        reason: why it was chosen, for people.
     """
 
     who: Array
     depths: Array
     tokens: float
     seconds: float
+    reason: str = BEST
 
     @property
     def rate(self) -> float:
@@ -86,6 +90,7 @@ def plain_plan(bs: int, costs: Costs) -> Plan:
         depths=np.zeros(bs, dtype=np.int64),
         tokens=float(bs),
         seconds=float(costs.curve[bs]),
+        reason=NOTHING_PAYS,
     )
 
 

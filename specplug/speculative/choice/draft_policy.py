@@ -18,12 +18,12 @@ from specplug.speculative.choice.best_plan import (
 )
 from specplug.speculative.choice.one_request import CostsOfOne, best_of_one, tried_of_one
 from specplug.speculative.choice.step_cost import StepCosts, StepWork
-from specplug.speculative.choice.trials import Trials, hope, hope_of_one
+from specplug.speculative.choice.trials import TRIED_PLAIN, Trials, hope, hope_of_one
 
 Array = np.ndarray
 Rows = Array | Sequence[Sequence[float]]
 
-
+NO_ROOM = "no draft is asked for, or has room"
 _FADED = 4
 """Steps after which what is known of requests fades, by so many steps at once."""
 _NEW = 24
@@ -118,12 +118,12 @@ class DraftPolicy:
         costs = Costs.of(self.costs, bs, context, nodes, np.array(filled))
         plain = plain_plan(bs, costs)
         if not nodes:
-            return plain
+            return attrs.evolve(plain, reason=NO_ROOM)
         depth = int(most.max())
         survival = survival[:, :, :depth]
         plan = self._earned(best_plan(survival, costs, self._rate or plain.rate))
         if self._trials.tries_plain(plan, plain, lambda: self.costs.plain_doubt(bs)):
-            return plain
+            return attrs.evolve(plain, reason=TRIED_PLAIN)
         if not self._trials.is_due(bs):
             return plan
         ages = self._step - self._heard[rows]
@@ -154,11 +154,11 @@ class DraftPolicy:
         costs = CostsOfOne.of(self.costs, context, max(most), filled)
         plain = costs.plain
         if not any(most):
-            return plain
+            return attrs.evolve(plain, reason=NO_ROOM)
         chances = able(self.acceptance.survival_of_one(row))
         plan = self._earned(best_of_one(chances, costs, plain))
         if self._trials.tries_plain(plan, plain, lambda: self.costs.plain_doubt(1)):
-            return plain
+            return attrs.evolve(plain, reason=TRIED_PLAIN)
         if not self._trials.is_due(1):
             return plan
         heard = self._heard[row].tolist()

@@ -119,7 +119,13 @@ class MeasuredChoice:
             self._foresights[a].wait(batch.requests, each.known, tokens, bins, drafts)
         self._launched.append(_Launched(ids, context, tuple(known)))
         nodes = [1 + depth for depth in plan.depths.tolist()]  # 0 where nobody drafts
-        return DraftPlan(who=tuple(who), most_nodes=tuple(nodes))
+        return DraftPlan(
+            who=tuple(who),
+            most_nodes=tuple(nodes),
+            reason=plan.reason,
+            expected_tokens=plan.tokens,
+            expected_seconds=plan.seconds if policy.costs.is_measured else None,
+        )
 
     @hookimpl(wrapper=True)
     def propose(self) -> Generator[None, Draft | None, Draft | None]:

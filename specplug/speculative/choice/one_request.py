@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import attrs
 import numpy as np
 
-from specplug.speculative.choice.best_plan import MARGIN, Plan
+from specplug.speculative.choice.best_plan import BEST, MARGIN, NOTHING_PAYS, Plan
 from specplug.speculative.choice.step_cost import StepCosts
 from specplug.speculative.choice.trials import FRESH, Trials
 
@@ -46,7 +46,7 @@ class CostsOfOne:
     @property
     def plain(self) -> Plan:
         """The plan in which nothing is drafted."""
-        return _plan(-1, 0, 1.0, self.curve[1] + self.context)
+        return _plan(-1, 0, 1.0, self.curve[1] + self.context, NOTHING_PAYS)
 
     def planned(self, who: int, chances: Sequence[float], depth: int) -> Plan:
         """Return the plan in which an algorithm drafts so deep."""
@@ -99,5 +99,6 @@ def tried_of_one(
     return trials.paid(plan, lambda most: costs.planned(who, chances[who], min(depth, most)))
 
 
-def _plan(who: int, depth: int, tokens: float, seconds: float) -> Plan:
-    return Plan(who=np.array([who]), depths=np.array([depth]), tokens=tokens, seconds=seconds)
+def _plan(who: int, depth: int, tokens: float, seconds: float, reason: str = BEST) -> Plan:
+    depths = np.array([depth])
+    return Plan(who=np.array([who]), depths=depths, tokens=tokens, seconds=seconds, reason=reason)

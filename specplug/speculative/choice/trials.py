@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import attrs
 import numpy as np
 
 from specplug.speculative.choice.best_plan import Costs, Plan, best_plan, planned
 
 Array = np.ndarray
 
+TRIED = "to hear of what was not tried for long"
+TRIED_PLAIN = "to see what a step without drafts takes"
 _PRICE = 0.006
 """Share of the tokens that trials may cost."""
 _SAVED = 64
@@ -152,7 +155,7 @@ class Trials:
             lost = plan.rate * found.seconds - found.tokens
             if lost <= self.credit:
                 self.credit -= max(0.0, lost)
-                return found
+                return attrs.evolve(found, reason=TRIED)
         return plan
 
 
