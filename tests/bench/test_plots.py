@@ -196,6 +196,18 @@ def test_choices_are_stacked_shares_of_each_step(make_series, make_report, tmp_p
     assert means == {"verified": [1.0, 2.5], "accepted": [1.0, 2.0]}
 
 
+def test_choices_with_expectations_draw_them(make_series, make_report):
+    series = make_series("auto", {"NONE": [4.0], "auto": [2.0]})
+    statistics = series[1].runs[0].statistics
+    statistics["choices"] = [
+        {**step, "expected": expected, "reason": ""}
+        for step, expected in zip(statistics["choices"], (2.0, 3.0), strict=True)
+    ]
+    _, nodes = PLOTS["choices.png"](make_report(series)).axes
+    means = {each.get_label(): list(each.get_data().values) for each in nodes.patches}
+    assert means["expected"] == [1.0, 1.5]
+
+
 def test_choices_of_many_steps_are_put_together(make_series, make_report):
     seconds = {"NONE": [4.0], "auto": [2.0]}
     series = make_series("auto", seconds)
