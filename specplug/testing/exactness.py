@@ -39,7 +39,7 @@ def difference(laboratory: Laboratory, configuration: Configuration) -> str:
     except (SpecplugError, AssertionError) as error:
         return f"the run ends with {type(error).__name__}: {error}"
     expected = laboratory.plain(sampled=True, structured=configuration["structured"])
-    return _first_difference(expected, found.tokens)
+    return first_difference(expected, found.tokens)
 
 
 def _parting(laboratory: Laboratory, configuration: Configuration) -> str:
@@ -55,8 +55,18 @@ def _parting(laboratory: Laboratory, configuration: Configuration) -> str:
         return ""
 
 
-def _first_difference(expected: Sequence[Sequence[int]], found: Sequence[Sequence[int]]) -> str:
-    for prompt, (right, got) in enumerate(zip(expected, found, strict=True)):
+def first_difference(
+    expected: Sequence[Sequence[int]],
+    found: Sequence[Sequence[int]],
+    prompts: Sequence[int] | None = None,
+) -> str:
+    """Return the first token of outputs that is another one; "" if there is none.
+
+    Args:
+        prompts: the numbers of their prompts; None: from 0 on.
+    """
+    numbers = range(len(expected)) if prompts is None else prompts
+    for prompt, right, got in zip(numbers, expected, found, strict=True):
         if tuple(right) == tuple(got):
             continue
         same = sum(1 for _ in iter_same(right, got))

@@ -19,6 +19,7 @@ def all_checks() -> list[Check]:
         form,
         reference,
         scores,
+        unequal_ranks,
     )
 
     return sorted(CHECKS.values(), key=lambda each: GRADES.index(each.grade))

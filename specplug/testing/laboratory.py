@@ -342,7 +342,7 @@ class Laboratory:
             texts: the prompts that will be given, where the pool is to be short of pages for them.
             settings: of ``LLM``, over all others.
         """
-        chosen = {**self._settings(configuration, texts), **settings}
+        chosen = {**self.settings(configuration, texts), **settings}
         with (
             debug_checks(),
             _budgets_drawn(configuration["budget"], self.subject.seed),
@@ -356,7 +356,10 @@ class Laboratory:
         settings = self.subject.settings
         return {k: v for k, v in settings.items() if not k.startswith("speculative_")}
 
-    def _settings(self, configuration: Configuration, texts: Sequence[Any]) -> dict[str, Any]:
+    def settings(
+        self, configuration: Configuration = SIMPLEST, texts: Sequence[Any] = ()
+    ) -> dict[str, Any]:
+        """Return those of an ``LLM`` of the algorithm in a configuration; see ``engine``."""
         chunk = configuration["chunk"]
         settings: dict[str, Any] = {
             "speculative_algorithm": self.subject.algorithm,
