@@ -39,7 +39,8 @@ def difference(laboratory: Laboratory, configuration: Configuration) -> str:
     except (SpecplugError, AssertionError) as error:
         return f"the run ends with {type(error).__name__}: {error}"
     expected = laboratory.plain(sampled=True, structured=configuration["structured"])
-    return first_difference(expected, found.tokens)
+    told = first_difference(expected, found.tokens)
+    return told and f"{told}; specplug doctor --bisect shows the step and the layer"
 
 
 def _parting(laboratory: Laboratory, configuration: Configuration) -> str:
@@ -72,10 +73,7 @@ def first_difference(
         same = sum(1 for _ in iter_same(right, got))
         ends = f"{right[same]}" if same < len(right) else "the end"
         was = f"{got[same]}" if same < len(got) else "the end"
-        return (
-            f"prompt {prompt}, token {same}: {was}; expected {ends}, as plain decoding gives; "
-            "specplug doctor --bisect shows the step and the layer"
-        )
+        return f"prompt {prompt}, token {same}: {was}; expected {ends}, as plain decoding gives"
     return ""
 
 

@@ -110,23 +110,23 @@ def run_ranks(task: RankTask) -> list[RankAnswer]:
     except Exception as error:  # whatever an object's own methods raise
         raise Unsendable(first_line(error)) from error
     known = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    written = b""
     with tempfile.TemporaryFile() as errors:
-        first = subprocess.Popen(
-            [sys.executable, "-c", _MAIN],
+        with subprocess.Popen(
+            [sys.executable, "-P", "-c", _MAIN],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
             env={**os.environ, "PYTHONPATH": known},
             start_new_session=True,
-        )
-        try:
-            written, _ = first.communicate(sent, timeout=task.deadline + _FAREWELL)
-        except subprocess.TimeoutExpired:
-            written = b""
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(first.pid, signal.SIGKILL)
-            first.wait()
+        ) as first:
+            try:
+                with suppress(subprocess.TimeoutExpired):
+                    written, _ = first.communicate(sent, timeout=task.deadline + _FAREWELL)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(first.pid, signal.SIGKILL)
+                first.wait()
         if not written:
             errors.seek(0)
             last = [line.strip() for line in errors.read().decode(errors="replace").splitlines()]

@@ -66,7 +66,11 @@ def ranks(laboratory: Laboratory) -> str:
             numbers = [number for _, number in jobs]
             told = first_difference([expected[i] for i in numbers], found, numbers)
             if told:
-                raise Failure(f"rank {rank}, {told}")
+                raise Failure(
+                    f"rank {rank} of {len(answers)}, {told} in one process: nothing may depend on "
+                    "which rank it is, or on requests that are not its own; exact.tokens tells "
+                    "whether one process is right"
+                )
         assert 0 < answer.idle_steps < answer.steps, "the rounds leave each rank idle for a while"
     idle = " and ".join(f"{each.idle_steps} of {each.steps}" for each in answers)
     requests = sum(len(jobs) for each in rounds for jobs in each)

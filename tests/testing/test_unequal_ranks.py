@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -109,6 +110,21 @@ def test_ranks_beyond_their_deadline_are_ended(started: list[Any]) -> None:
     assert _no_process_is_left(started)
 
 
+def test_interrupted_check_leaves_no_process(
+    started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(process: Any, sent: bytes, **_: Any) -> None:
+        process.stdin.write(sent)
+        process.stdin.close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rank_processes.subprocess.Popen, "communicate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _judged(Laboratory(Subject(algorithm="NGRAM", quick=True)))
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
+    assert _no_process_is_left(started)
+
+
 def test_first_process_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_processes, "_MAIN", "raise SystemExit('no room')")
     verdict = _judged(Laboratory(Subject(algorithm="NGRAM", quick=True)))
@@ -135,7 +151,7 @@ def test_other_token_is_told_with_rank_and_prompt(
     monkeypatch.setattr(unequal_ranks, "run_ranks", lambda task: [answer(0), answer(1)])
     told = _judged(laboratory).told
     right = plain[3][2]
-    assert f"rank 1, prompt 3, token 2: {right + 1}; expected {right}, as plain" in told
+    assert f"rank 1 of 2, prompt 3, token 2: {right + 1}; expected {right}, as plain" in told
 
 
 def test_cause_is_told_before_its_consequence(
