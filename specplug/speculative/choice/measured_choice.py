@@ -75,7 +75,7 @@ class MeasuredChoice:
         self._foresights: list[Foresight] = []
         self._names: tuple[str, ...] = ()
         self._places: dict[str, int] = {}
-        self._room = _Room((), (), np.zeros((0, 0), dtype=np.int64))
+        self._room: _Room | None = None
         self._launched: deque[_Launched] = deque(maxlen=_MOST_LAUNCHED)
         self._on_cpu = True
         self._ranks: RankCosts | None = None
@@ -109,7 +109,7 @@ class MeasuredChoice:
         foreseen = {a: each for a, each in enumerate(choices.foreseen) if each.is_told}
         expected = {a: self._foresee(a, each, batch, choices) for a, each in foreseen.items()}
         known = {a: survival for a, (survival, _) in expected.items() if foreseen[a].is_current}
-        if not self._room.is_of(choices):
+        if self._room is None or not self._room.is_of(choices):
             self._room = _Room.of(choices)
         plan = policy.plan(ids, self._room.depths, context, known)
         who = plan.who.tolist()

@@ -103,3 +103,9 @@ def test_plan_follows_what_requests_of_a_step_allow() -> None:
         none = planned_of_two(choice, (8,) * size, *[nothing] * size)
         assert (none.who, none.most_nodes) == ((-1,) * size, (1,) * size)
         assert planned_of_two(choice, (8,) * size).who == (1,) * size
+
+
+def test_plan_of_no_request_is_empty() -> None:
+    choice = MeasuredChoice(deterministic=True)
+    for most in ((), (8,), ()):
+        assert len(planned_of_two(choice, most).who) == len(most)
