@@ -8,10 +8,16 @@ from typing import Any
 import attrs
 
 from specplug.testing.check import Failure, NotApplicable, check
-from specplug.testing.configuration import SIMPLEST, Configuration, shown, smallest
+from specplug.testing.configuration import (
+    SIMPLEST,
+    Configuration,
+    shown,
+    simplest_alike,
+    smallest,
+)
 from specplug.testing.hosted import acceptance_in_host
 from specplug.testing.laboratory import Drafted, Key, Laboratory
-from specplug.testing.parting import left_in, told_parting
+from specplug.testing.parting import left_in, told_from_simplest, told_parting
 from specplug.testing.symptoms import likely_cause
 
 AGREE = 0.97
@@ -24,12 +30,8 @@ def invariance(laboratory: Laboratory) -> str:
     """Compare the drafts of a simple run with those of stressed ones, root by root. The latter are
     those of ``exact.tokens``, in which every other request is sampled."""
 
-    def simple(configuration: Configuration) -> Configuration:
-        """Return the simplest one that has the same requests."""
-        return {**SIMPLEST, "structured": configuration["structured"]}
-
     def share_of(configuration: Configuration) -> float:
-        expected = laboratory.observe(simple(configuration), sampled=True)
+        expected = laboratory.observe(simplest_alike(configuration), sampled=True)
         found = laboratory.observe(configuration, sampled=True)
         return agreement(expected.drafts, found.drafts)
 
@@ -43,14 +45,10 @@ def invariance(laboratory: Laboratory) -> str:
         if share < AGREE:
             least = smallest(configuration, lambda c: share_of({**c, "shape": "declared"}) < AGREE)
             parting = first_parting(
-                laboratory.observe(simple(least), sampled=True).drafts,
+                laboratory.observe(simplest_alike(least), sampled=True).drafts,
                 laboratory.observe(least, sampled=True).drafts,
             )
-            texts = laboratory.prompts()
-            states = told_parting(
-                left_in(laboratory, simple(least), texts, sampled=True),
-                left_in(laboratory, least, texts, sampled=True),
-            )
+            states = told_from_simplest(laboratory, least)
             raise Failure(
                 f"{shown(least)}: {100 * share:.0f} % of the drafts are those of the simplest "
                 f"configuration; expected {100 * AGREE:.0f} %: what is drafted after a text must "

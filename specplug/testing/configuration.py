@@ -99,6 +99,11 @@ def _gain(
     return sum(all(chosen.get(name) == value for name, value in pair) for pair in wanted)
 
 
+def simplest_alike(configuration: Configuration) -> Configuration:
+    """Return the simplest configuration that has the same requests."""
+    return {**SIMPLEST, "structured": configuration["structured"]}
+
+
 def smallest(failing: Configuration, fails: Callable[[Configuration], bool]) -> Configuration:
     """Return the simplest configuration found that still fails: each dimension in turn is set to
     its simplest choice that does; twice, as one may have been there for the sake of another."""

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from specplug.errors import SpecplugError
 from specplug.testing.check import Failure, check
-from specplug.testing.configuration import SIMPLEST, Configuration, shown, smallest
+from specplug.testing.configuration import Configuration, shown, smallest
 from specplug.testing.hosted import tokens_in_host
 from specplug.testing.laboratory import Laboratory
-from specplug.testing.parting import left_in, told_parting
+from specplug.testing.parting import told_from_simplest
 
 
 @check(
@@ -45,13 +45,8 @@ def difference(laboratory: Laboratory, configuration: Configuration) -> str:
 
 def _parting(laboratory: Laboratory, configuration: Configuration) -> str:
     """Return where the states of a run that ends part from those of the simplest one."""
-    simple = {**SIMPLEST, "structured": configuration["structured"]}
-    texts = laboratory.prompts()
     try:
-        return told_parting(
-            left_in(laboratory, simple, texts, sampled=True),
-            left_in(laboratory, configuration, texts, sampled=True),
-        )
+        return told_from_simplest(laboratory, configuration)
     except (SpecplugError, AssertionError):  # which is told already
         return ""
 

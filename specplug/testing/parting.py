@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specplug import hookimpl
-from specplug.testing.configuration import Configuration
+from specplug.testing.configuration import Configuration, simplest_alike
 from specplug.testing.laboratory import Drafted, Key, Laboratory, drafted
 
 if TYPE_CHECKING:
@@ -224,6 +224,16 @@ def left_in(
         for _ in range(1 + configuration["cache"]):
             llm.generate(prompts, params)
     return recorder.left
+
+
+def told_from_simplest(laboratory: Laboratory, configuration: Configuration) -> str:
+    """Run twice more, and return as ``told_parting`` where the states of a configuration part from
+    those of the simplest one that has the same requests, every other one sampled."""
+    runs = (
+        left_in(laboratory, each, laboratory.prompts(), sampled=True)
+        for each in (simplest_alike(configuration), configuration)
+    )
+    return told_parting(*runs)
 
 
 def told_parting(
