@@ -59,7 +59,8 @@ SPLIT = (
 
 CHOICES = (
     "shares of the requests of a step, by what drafted for them in the last round (NONE: nothing "
-    "was asked to); below, the mean nodes of a request: verified, and accepted with the bonus token"
+    "was asked to); below, the mean nodes of a request: verified, accepted with the bonus "
+    "token, and how many of these were expected"
 )
 MOST_STEPS = 160
 """Steps in a picture of choices; of more, neighbours are put together."""
