@@ -47,8 +47,8 @@ class StepOutcome:
         context: committed tokens of all requests.
         seconds: of the step; None: they say nothing (it prefilled too, …).
         draft_seconds: of them those of drafting; None: not known apart.
-        known: the algorithms whose drafts were known before they were made, as ``plan`` was told.
-            Of their acceptance nothing is estimated.
+        known: the algorithms whose survivals ``plan`` was told. Of their acceptance nothing is
+            estimated.
     """
 
     request_ids: Sequence[str]
@@ -100,8 +100,9 @@ class DraftPolicy:
             request_ids: of its n requests.
             most: [n, A] int64, how deep each algorithm may draft for each request; 0: not at all.
             context: committed tokens of all requests.
-            known: by algorithm, [n, D] float64, the survival of the nodes that it will draft; 0
-                from where on it drafts none. Of those that are not there it is estimated.
+            known: by algorithm, [n, D] float64, the survival of the nodes that it will draft, as
+                far as it tells that; 0 from where on it drafts none. Of the others it is
+                estimated.
         """
         self._step += 1
         known = known or {}
@@ -232,26 +233,6 @@ class DraftPolicy:
     def _learn_cost(self, outcome: StepOutcome, work: StepWork, *, trusted: bool = False) -> None:
         if outcome.seconds is not None:
             self.costs.observe(work, outcome.seconds, outcome.draft_seconds, trusted=trusted)
-
-    def heard(
-        self, request_ids: Sequence[str], algorithm: int, *, asked: int, right: Sequence[int]
-    ) -> None:
-        """Learn what an algorithm that did not draft would have had right: full information, at no
-        cost to the target.
-
-        Args:
-            request_ids: n of them.
-            asked: how deep it is known.
-            right: [n] how many of its tokens, from the first on, the target took.
-        """
-        known = [(self._rows.get(each), got) for each, got in zip(request_ids, right, strict=True)]
-        rows = [row for row, _ in known if row is not None]
-        if not rows:
-            return
-        got = [each for row, each in known if row is not None]
-        of = [algorithm] * len(rows)
-        self.acceptance.observe(rows, of, [asked] * len(rows), got)
-        self._heard[rows, algorithm] = self._step
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""

@@ -1,15 +1,17 @@
-"""What an algorithm foresaw, beside what came: full information where it does not draft, and the
-probability of the very draft that would be made.
+"""What an algorithm foresees, and how likely that is: by what came of what it foresaw before.
 
 After HedgeSpec (arXiv 2510.20064): the tokens that the target took say of every algorithm that can
 tell what it would have drafted how much of it was right, whoever drafted.
+
+With overlap it foresees a step too early: what the running step commits is not read yet. What it
+foresees then is not the draft that it will make, but says how good that one will be.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Protocol
 
@@ -55,66 +57,90 @@ class _Foreseen:
         known: tokens of the text before it.
         tokens: that were foreseen.
         bins: of the probability of each, with all before it.
-        drafts: whether the algorithm itself drafted then.
+        early: the bins of what was foreseen a step too early, in the place of this; (): this was
+            not waited for.
     """
 
     known: int
     tokens: list[int]
     bins: list[int]
-    drafts: bool
+    early: Sequence[int]
+
+
+class _Rates:
+    """How often nodes were right with all before them, by the bin of their probability.
+
+    Attributes:
+        of_bins: [bins] plain numbers; 0 of what is hardly likely.
+    """
+
+    def __init__(self) -> None:
+        every = (*_CHANCES, 1.0)
+        self._own = np.array([0.0, *((low + high) / 2 for low, high in pairwise(every))])
+        self._seen = np.zeros(len(every))
+        self._taken = np.zeros(len(every))
+        self._learned = 0
+        self.of_bins: list[float] = self._own.tolist()
+
+    def learn(self, bins: Sequence[int], right: int) -> None:
+        """Count the nodes of a chain, of which the first ``right`` were."""
+        seen, taken = self._seen, self._taken
+        for place, each in enumerate(bins):
+            seen[each] += 1.0
+            taken[each] += place < right
+        self._learned += 1
+        if self._learned % min(_REFRESH, self._learned) == 0:
+            faded = math.pow(_FADING, min(_REFRESH, self._learned))
+            seen *= faded
+            taken *= faded
+            rates = (taken + _PRIOR * self._own) / (seen + _PRIOR)
+            rates[0] = 0.0
+            # So that a node is no more likely than its parent.
+            self.of_bins = np.minimum.accumulate(rates[::-1])[::-1].tolist()
 
 
 class Foresight:
     """What one algorithm foresaw of the texts of a run."""
 
     def __init__(self) -> None:
-        every = (*_CHANCES, 1.0)
-        own = [(low + high) / 2 for low, high in pairwise(every)]
-        self._own = np.array([0.0, *own])
-        self._seen = np.zeros(len(every))
-        self._taken = np.zeros(len(every))
-        self._rates = self._own.tolist()
-        self._learned = 0
+        self._current = _Rates()
+        self._early = _Rates()
         self._waiting: dict[str, _Foreseen] = {}
+        self._before: tuple[Mapping[str, int], Bins] = ({}, ())
         self._turn = 0
 
-    def expect(self, scores: Array) -> tuple[Rows, Bins]:
-        """Return how likely foreseen nodes are to be accepted, with all before them.
+    def expect(self, scores: Array, *, is_current: bool) -> tuple[Rows, Bins]:
+        """Return how likely nodes are to be accepted, with all before them: those that are
+        foreseen, or where that is a step too early those that will be drafted in their place.
 
         Args:
             scores: [n, D] float32, as in ``ForeseenDrafts``.
+            is_current: as there.
 
         Returns:
             [n, D] float64, by what came of such probabilities, 0 of what is hardly likely; and
             their bins, for ``wait``. Of one request in plain numbers, which are quicker.
         """
+        rates = (self._current if is_current else self._early).of_bins
         if len(scores) == 1:
             sums = accumulate(scores[0].tolist())
             own = [bisect_right(_LISTED_BOUNDS, each) for each in sums]
-            return [[self._rates[each] for each in own]], [own]
+            return [[rates[each] for each in own]], [own]
         bins = np.searchsorted(_BOUNDS, scores.cumsum(1), side="right")
-        return np.array(self._rates)[bins], bins
+        return np.array(rates)[bins], bins
 
-    def compare(self, texts: Sequence[Text]) -> tuple[list[str], list[int]]:
-        """Learn from what has become known of a step's texts.
-
-        Returns:
-            The requests of which something has, for which the algorithm did not draft; and how many
-            of its tokens, from the first on, would have been right.
-        """
-        names, right = [], []
+    def compare(self, texts: Sequence[Text]) -> None:
+        """Learn from what has become known of a step's texts."""
         for place in self._places(len(texts)):
             text = texts[place]
             foreseen = self._waiting.get(text.request_id)
-            got = None if foreseen is None else _right(foreseen, text.token_ids)
-            if foreseen is None or got is None:
+            right = None if foreseen is None else _right(foreseen, text.token_ids)
+            if foreseen is None or right is None:
                 continue
             del self._waiting[text.request_id]
-            self._learn(foreseen, got)
-            if not foreseen.drafts:
-                names.append(text.request_id)
-                right.append(got)
-        return names, right
+            self._current.learn(foreseen.bins, right)
+            if foreseen.early:
+                self._early.learn(foreseen.early, right)
 
     def wait(
         self,
@@ -122,7 +148,8 @@ class Foresight:
         known: Sequence[int],
         tokens: Array,
         bins: Bins,
-        drafts: Sequence[bool],
+        *,
+        is_current: bool,
     ) -> None:
         """Keep what is foreseen of a step's texts until they are known, of each one at a time.
 
@@ -130,15 +157,21 @@ class Foresight:
             known: tokens of each text before what is foreseen.
             tokens: [n, D] int64.
             bins: [n, D] of ``expect``.
-            drafts: [n] bool, whether the algorithm itself drafts.
+            is_current: as there.
         """
+        rows, before = self._before
         for place in self._places(len(texts)):
             name = texts[place].request_id
-            if name not in self._waiting:
-                own = [each for each in _listed(bins[place]) if each]
-                self._waiting[name] = _Foreseen(
-                    known[place], tokens[place].tolist()[: len(own)], own, drafts[place]
-                )
+            if name in self._waiting:
+                continue
+            row = None if is_current else rows.get(name)
+            early = () if row is None else _likely(before[row])
+            own = _likely(bins[place])
+            if own or early:
+                foreseen = tokens[place].tolist()[: len(own)]
+                self._waiting[name] = _Foreseen(known[place], foreseen, own, early)
+        if not is_current:
+            self._before = {text.request_id: row for row, text in enumerate(texts)}, bins
         self._turn += 1
 
     def forget(self, request_id: str) -> None:
@@ -150,25 +183,11 @@ class Foresight:
         every = max(1, -(-size // _AT_ONCE))
         return range(self._turn % every, size, every)
 
-    def _learn(self, foreseen: _Foreseen, right: int) -> None:
-        """Count which nodes were accepted."""
-        seen, taken = self._seen, self._taken
-        for place, each in enumerate(foreseen.bins):
-            seen[each] += 1.0
-            taken[each] += place < right
-        self._learned += 1
-        if self._learned % min(_REFRESH, self._learned) == 0:
-            faded = math.pow(_FADING, min(_REFRESH, self._learned))
-            seen *= faded
-            taken *= faded
-            rates = (taken + _PRIOR * self._own) / (seen + _PRIOR)
-            rates[0] = 0.0
-            # So that a node is no more likely than its parent.
-            self._rates = np.minimum.accumulate(rates[::-1])[::-1].tolist()
 
-
-def _listed(values: Array | Sequence[int]) -> Sequence[int]:
-    return values.tolist() if isinstance(values, np.ndarray) else values
+def _likely(bins: Array | Sequence[int]) -> list[int]:
+    """Return the bins of a chain up to its last node that is likely at all."""
+    listed = bins.tolist() if isinstance(bins, np.ndarray) else bins
+    return [each for each in listed if each]
 
 
 def _right(foreseen: _Foreseen, text: Sequence[int]) -> int | None:

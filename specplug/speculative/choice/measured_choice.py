@@ -14,7 +14,7 @@ import numpy as np
 from specplug.hookspecs import hookimpl
 from specplug.speculative.choice.benefit import Benefit, TakenSteps
 from specplug.speculative.choice.draft_policy import DraftPolicy, StepOutcome
-from specplug.speculative.choice.foresight import Bins, Foresight, Rows
+from specplug.speculative.choice.foresight import Foresight, Rows
 from specplug.speculative.choice.rank_costs import RankCosts
 from specplug.speculative.choice.step_cost import CPU_COSTS, GPU_COSTS, StepCosts
 from specplug.speculative.draft_plan import NOBODY, DraftChoices, DraftPlan, ForeseenDrafts
@@ -44,8 +44,8 @@ class _Launched:
     Attributes:
         request_ids: of its requests.
         context: committed tokens of all, as far as the host knew.
-        known: the algorithms whose drafts were known. With overlap other steps are planned before
-            this one is processed.
+        known: the algorithms that told what they would draft. With overlap other steps are planned
+            before this one is processed.
         draft_seconds: the host's, of drafting.
     """
 
@@ -107,20 +107,14 @@ class MeasuredChoice:
         ids = tuple([request.request_id for request in batch.requests])
         context = float(sum([len(request.token_ids) for request in batch.requests]))
         foreseen = {a: each for a, each in enumerate(choices.foreseen) if each.is_told}
-        expected = {a: self._foresee(a, each, batch, choices) for a, each in foreseen.items()}
-        known = {a: survival for a, (survival, _) in expected.items() if foreseen[a].is_current}
+        known = {a: self._foresee(a, each, batch) for a, each in foreseen.items()}
         if self._room is None or not self._room.is_of(choices):
             self._room = _Room.of(choices)
         plan = policy.plan(ids, self._room.depths, context, known)
-        who = plan.who.tolist()
-        for a, each in foreseen.items():
-            tokens, bins = each.tokens.numpy(), expected[a][1]
-            drafts = [drafter == a for drafter in who]
-            self._foresights[a].wait(batch.requests, each.known, tokens, bins, drafts)
         self._launched.append(_Launched(ids, context, tuple(known)))
         nodes = [1 + depth for depth in plan.depths.tolist()]  # 0 where nobody drafts
         return DraftPlan(
-            who=tuple(who),
+            who=tuple(plan.who.tolist()),
             most_nodes=tuple(nodes),
             reason=plan.reason,
             expected_tokens=plan.tokens,
@@ -183,17 +177,15 @@ class MeasuredChoice:
         for foresight in self._foresights:
             foresight.forget(report.request_id)
 
-    def _foresee(
-        self, algorithm: int, foreseen: ForeseenDrafts, batch: Batch, choices: DraftChoices
-    ) -> tuple[Rows, Bins]:
+    def _foresee(self, algorithm: int, foreseen: ForeseenDrafts, batch: Batch) -> Rows:
         """Learn from what has become known of what an algorithm foresaw before; return the
-        survivals of what it foresees now, and their bins."""
-        foresight = self._foresights[algorithm]
-        names, right = foresight.compare(batch.requests)
-        if names and not foreseen.is_current and self._policy is not None:
-            most = choices.num_draft_tokens[algorithm] - 1
-            self._policy.heard(names, algorithm, asked=most, right=right)
-        return foresight.expect(foreseen.scores.numpy())
+        survivals of what it will draft by what it foresees now."""
+        foresight, is_current = self._foresights[algorithm], foreseen.is_current
+        foresight.compare(batch.requests)
+        survivals, bins = foresight.expect(foreseen.scores.numpy(), is_current=is_current)
+        tokens = foreseen.tokens.numpy()
+        foresight.wait(batch.requests, foreseen.known, tokens, bins, is_current=is_current)
+        return survivals
 
     def _start(
         self,

@@ -69,7 +69,7 @@ def test_change_within_a_request_is_followed() -> None:
         lambda step: alike(1, phases[step // 100 % 3]),
         600,
         depth=DEPTH,
-        full_information=(0, 1),
+        foreseen=(0, 1),
         seed=2,
     )
     depths = np.array([each[0] for each in run.depths])
@@ -112,10 +112,13 @@ def test_fixed_costs_repeat_the_same_plans() -> None:
 def test_draft_that_is_known_counts_more_than_averages() -> None:
     policy = DraftPolicy(StepCosts(2, CPU_COSTS, padded=False, is_fixed=True), DEPTH)
     most = np.full((1, 2), DEPTH)
-    for _ in range(40):  # both look fair, so that none is tried for being unknown
-        for algorithm in (0, 1):
-            policy.plan(["a"], most)
-            policy.heard(["a"], algorithm, asked=4, right=[2])
+    for step in range(80):  # both look fair, so that none is tried for being unknown
+        policy.plan(["a"], most)
+        policy.observe(
+            StepOutcome(
+                request_ids=["a"], who=[step % 2], asked=[4], nodes=[4], accepted=[2], seconds=None
+            )
+        )
     sure, absent = np.array([[0.99, 0.98, 0.97, 0.0]]), np.zeros((1, 4))
     known = policy.plan(["a"], most, 0.0, {1: sure})
     assert (known.who.tolist(), known.depths.tolist()) == ([1], [3])

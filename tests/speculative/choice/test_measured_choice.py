@@ -18,13 +18,13 @@ RUNTIME: Any = SimpleNamespace(device=CPU)
 BATCH: Any = SimpleNamespace(requests=[SimpleNamespace(request_id="a", token_ids=[1, 2, 3])])
 
 
-def planned(choice: MeasuredChoice, *, is_current: bool) -> DraftPlan:
-    """Plan a step of one request for an algorithm that foresees 4 sure tokens."""
+def planned(choice: MeasuredChoice, *, foresees: bool) -> DraftPlan:
+    """Plan a step of one request for an algorithm that foresees 4 sure tokens, or says nothing."""
     foreseen = ForeseenDrafts(
-        tokens=torch.arange(4).unsqueeze(0),
-        scores=torch.full((1, 4), -0.01),
+        tokens=torch.arange(4 * foresees).unsqueeze(0),
+        scores=torch.full((1, 4 * foresees), -0.01),
         known=[3],
-        is_current=is_current,
+        is_current=True,
     )
     choices = DraftChoices(
         names=("A",), num_draft_tokens=(5,), allowed=((0,),), most_nodes=(5,), foreseen=(foreseen,)
@@ -54,11 +54,11 @@ def test_known_drafts_teach_nothing_of_the_others(known_are_right: bool, in_flig
     """Steps whose drafts are known and others take turns, some planned before one is processed."""
     choice = MeasuredChoice(deterministic=True)
     for step in range(60):
-        planned(choice, is_current=step % 2 == 0)
+        planned(choice, foresees=step % 2 == 0)
         of = step - in_flight
         if of >= 0:
             processed(choice, 4 if (of % 2 == 0) == known_are_right else 0)
-    assert (planned(choice, is_current=False).most_nodes[0] > 1) != known_are_right
+    assert (planned(choice, foresees=False).most_nodes[0] > 1) != known_are_right
 
 
 @attrs.frozen
