@@ -93,6 +93,7 @@ class WarmUp:
         # A padded pass is recorded when its form comes for the second time.
         times = 2 if self._steps.runner.padded_pass is not None else 1
         steps = [step for step in self.steps() for _ in range(times)]
+        self._steps.kv.table.write(0, (), [0])  # the padding page, which the first step enters
         for done, step in enumerate(steps):
             advance(done, len(steps))
             self._run(step)

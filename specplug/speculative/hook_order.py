@@ -470,8 +470,9 @@ class HookOrder:
 
     def _cut(self, draft: Draft, most: tuple[int, ...], budget: int | None, rows: Tensor) -> Draft:
         """Cut a draft to what each request has room for, and to the step's budget."""
-        if draft.is_wider(most):
-            draft = narrow(draft, most, self.calibration.survival(draft, rows))
+        if draft.is_wider(most):  # a chain's first nodes survive most likely
+            survival = None if draft.is_chain else self.calibration.survival(draft, rows)
+            draft = narrow(draft, most, survival)
         if budget is not None and budget < draft.total:
             draft = cut_to_budget(draft, budget, self.calibration.survival(draft, rows))
         return draft

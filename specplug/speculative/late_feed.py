@@ -20,7 +20,7 @@ from specplug.speculative.host_copy import upload
 from specplug.speculative.planned_drafts import sub_batch
 from specplug.speculative.verify import CommittedOutput
 
-_MOST_ROWS = 128
+MOST_ROWS = 128
 """Rows of a request that wait at most, but for those of the last step. Tokens that wait when a
 request ends are those that later requests cannot share of it."""
 _ROWS_AT_LEAST = 32
@@ -29,6 +29,8 @@ _MANY_BYTES = 64 << 20
 """Bytes from which on less waits. A row takes two tokens and what was captured: 3 KiB for DSPARK
 beside the default model, 40 KiB beside an 8B model in bf16, of which 128 rows of 12 requests, or
 32 rows of 50, have as many."""
+_MOST_STAND_IN_ROWS = 2048
+"""Rows of a start's longest stand-in for what waits; ``_MANY_BYTES`` are fewer, mostly."""
 _UNTOLD = 64
 """Steps whose accepted lengths are awaited at most."""
 
@@ -94,7 +96,7 @@ class LateFeed:
         rows = self._rows
         for each in ids:
             rows[each] = rows.get(each, 0) + columns
-        most = _MOST_ROWS if self._nbytes < _MANY_BYTES else _ROWS_AT_LEAST
+        most = MOST_ROWS if self._nbytes < _MANY_BYTES else _ROWS_AT_LEAST
         return max(map(rows.__getitem__, ids)) > most
 
     def learn(self, request_ids: Sequence[str], accept_lens: Sequence[int]) -> None:
@@ -187,22 +189,36 @@ class LateFeed:
         self._nbytes = sum(step.nbytes for step in self._steps)
 
 
-def stand_in(batch: Batch, output: CommittedOutput) -> tuple[Batch, CommittedOutput]:
-    """Return a decode step as if it had come twice, for every other request once: what several
-    steps make up, for a start that compiles what they launch."""
+def stand_ins(
+    batch: Batch, output: CommittedOutput, longest: int
+) -> Iterator[tuple[Batch, CommittedOutput]]:
+    """Yield what several steps make up, as if a decode step had come again and again, for a start
+    that compiles what they launch: a kernel has other forms where chunks are longer, and where
+    there are more rows. Every other request has a row less, or all but the first one row each.
+
+    Args:
+        longest: the rows of the longest chunk, at least 2.
+    """
     ids = tuple(request.request_id for request in batch.requests)
+    bs = len(ids)
     step = _Step(
         request_ids=ids,
         places={},
-        columns=len(output.next_tokens) // len(ids),
+        columns=len(output.next_tokens) // bs,
         seq_lens=batch.seq_lens,
         output=output,
-        lens=(1,) * len(ids),
+        lens=(1,) * bs,
     )
-    twice = [[(0, place), (1, place)][: 2 - place % 2] for place in range(len(ids))]
-    chunk, joined = _chunk(batch, [step, step], twice)
-    chunk.is_warm_up = batch.is_warm_up
-    return chunk, joined
+    for power in range(1, longest.bit_length()):
+        width = 1 << power
+        if width > 2 and width * bs > _MOST_STAND_IN_ROWS:
+            return
+        alike = [width - place % 2 for place in range(bs)]
+        for widths in (alike, [width] + [1] * (bs - 1))[: 1 if width == 2 or bs == 1 else 2]:
+            own = [[(n, place) for n in range(rows)] for place, rows in enumerate(widths)]
+            chunk, joined = _chunk(batch, [step] * width, own)
+            chunk.is_warm_up = batch.is_warm_up
+            yield chunk, joined
 
 
 def _part(batch: Batch, places: Sequence[int]) -> Batch:

@@ -22,7 +22,7 @@ from specplug.speculative.draft_state import StateTensor
 from specplug.speculative.future_map import FutureMap
 from specplug.speculative.graph_runner import PassRunner
 from specplug.speculative.hook_calls import HookCalls, parts_of
-from specplug.speculative.late_feed import LateFeed, stand_in
+from specplug.speculative.late_feed import MOST_ROWS, LateFeed, stand_ins
 from specplug.speculative.planned_drafts import evolved
 from specplug.speculative.verify import CommittedOutput
 
@@ -153,6 +153,7 @@ class Part:
         self._takes_late_feed = selected.info.capabilities.late_feed
         self._late: LateFeed | None = None
         self._is_fed = True
+        self._warmed: set[int] = set()
 
     @property
     def worker(self) -> Any:
@@ -176,8 +177,7 @@ class Part:
         state."""
         self._is_fed = self._late is None or batch.is_prefill or batch.is_warm_up
         if self._late is not None and batch.is_warm_up and not batch.is_prefill:
-            for drafts_follow in (False, True):
-                self._feed_one(*stand_in(batch, target_output), drafts_follow)
+            self._feed_stand_ins(batch, target_output)
         if self._late is None or self._is_fed:
             own, output = self._lend(batch), _copy(target_output)
             made = self._hooks.build_draft_input(self._runtime, own, output, self.future_map)
@@ -195,6 +195,14 @@ class Part:
         assert self._late is not None
         for own, output in self._late.take(batch, drafts_follow=drafts_follow):
             self._feed_one(own, output, drafts_follow)
+
+    def _feed_stand_ins(self, batch: Batch, output: CommittedOutput) -> None:
+        """Feed it what may come late, in a warm-up: of a batch size long chunks only once."""
+        longest = 2 if batch.size in self._warmed else min(MOST_ROWS, self._runtime.context_len // 2)
+        self._warmed.add(batch.size)
+        for drafts_follow in (False, True):
+            for own, joined in stand_ins(batch, output, max(2, longest)):
+                self._feed_one(own, joined, drafts_follow)
 
     def _feed_one(self, own: Batch, output: CommittedOutput, drafts_follow: bool) -> None:
         """Feed it one of the batches that ``LateFeed`` yields."""

@@ -142,19 +142,20 @@ def test_pages_that_were_not_fed_are_not_shared(monkeypatch: pytest.MonkeyPatch)
 
 
 class Chunks(Eagle3):
-    """Notes the chunks that several decode steps make up: whether it was warm-up, whether drafts
-    follow, and whether requests have differing widths."""
+    """Notes the chunks that several decode steps make up, of the warm-up and of requests: how many
+    requests, the least power of two that is as wide as the widest, and whether drafts follow."""
 
     def __init__(self) -> None:
-        self.seen: set[tuple[bool, bool, bool]] = set()
+        self.warmed: set[tuple[int, int, bool]] = set()
+        self.seen: set[tuple[int, int, bool]] = set()
 
     @hookimpl
     def build_draft_input(
         self, runtime: Runtime, batch: Batch, target_output: CommittedOutput, future_map: FutureMap
     ) -> DraftInput:
         if batch.is_prefill and not any(batch.first_chunk):
-            ragged = len(set(batch.chunk_widths)) > 1
-            self.seen.add((batch.is_warm_up, batch.drafts_follow, ragged))
+            form = batch.size, (max(batch.chunk_widths) - 1).bit_length(), batch.drafts_follow
+            (self.warmed if batch.is_warm_up else self.seen).add(form)
         return super().build_draft_input(runtime, batch, target_output, future_map)
 
 
@@ -163,12 +164,11 @@ def test_warm_up_feeds_what_several_steps_make_up() -> None:
     chunks = Chunks()
     given = {**SMALL, "warm_up": "on", "max_running_requests": 2, "chunked_prefill_size": 16}
     with LLM(speculative_algorithm=["NGRAM", chunks], extensions=[Turns()], **given) as llm:
-        warmed = {(follow, ragged) for warm_up, follow, ragged in chunks.seen if warm_up}
-        chunks.seen.clear()
+        assert not chunks.seen
         llm.generate(["def area(width, height):\n"] * 2, SamplingParams(max_tokens=90))
-        assert chunks.seen
-        assert not any(warm_up for warm_up, _, _ in chunks.seen)
-    assert warmed == {(follow, ragged) for follow in (True, False) for ragged in (True, False)}
+    assert len({width for _, width, _ in chunks.seen}) > 2
+    assert chunks.seen <= chunks.warmed
+    assert {width for _, width, _ in chunks.warmed} == {1, 2, 3, 4, 5, 6, 7}
 
 
 class View:
