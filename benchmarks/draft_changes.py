@@ -4,8 +4,9 @@
 
 Three things are looked at, each with a table of the steps from a change until it is followed:
 
-- simulated, a request whose acceptance changes every 100 steps: prose (0.5), copied (0.95), noise
-  (0.02), on a machine of set costs;
+- simulated, a request whose text changes every 100 steps, from prose to copied to noise, on a
+  machine of set costs: one drafter tells what it would draft, as NGRAM does, the other one is known
+  by its drafts alone;
 - simulated, a machine that slows by half: until the expected time of a plain step is within a tenth
   of what it takes;
 - in the engine, requests of the default model that are dictated what they write, so that the text
@@ -41,15 +42,16 @@ from specplug import HELD_OUT_PROMPTS, LLM
 from specplug.bench.choices import ChoiceLog, StepChoice
 from specplug.speculative.choice.draft_policy import DraftPolicy
 
-PHASES = {"prose": 0.5, "copied": 0.95, "noise": 0.02}
+PHASES = {"prose": (0.2, 0.6), "copied": (0.95, 0.7), "noise": (0.0, 0.02)}
+"""The simulated texts: of each drafter, how likely a node is right whose parent is."""
 LENGTH, ROUNDS, DEPTH = 100, 3, 12
 """Steps of a simulated phase, how often the three come, and the deepest draft."""
 STEADY = 4
 """Steps for which a change has to last to be followed."""
 SLOWER_AT = 200
 DRAFTERS = ((1e-3, 8e-4, 0.0, 1e-5), (1e-3, 8e-4, 0.0, 1e-5))
-NAMES = "better", "worse"
-"""The simulated drafters: the second is accepted 0.8 times as often."""
+NAMES = "tells", "drafts"
+"""The simulated drafters: the first tells what it would draft."""
 NEW, COPIED, NOISE = 220, 220, 160
 """Tokens of a dictated text's parts."""
 
@@ -117,10 +119,10 @@ def simulated_text(seed: int) -> Followed:
     rates = list(PHASES.values())
     run = simulate(
         machine(),
-        lambda step: np.array([[1.0, 0.8]]) * rates[step // LENGTH % len(rates)],
+        lambda step: np.array([rates[step // LENGTH % len(rates)]]),
         LENGTH * len(rates) * ROUNDS,
         depth=DEPTH,
-        full_information=(0, 1),
+        foreseen=(0,),
         seed=seed,
     )
     steps = [

@@ -20,6 +20,8 @@ _OWN_DRIFT = 0.002
 """Share by which one cost may change beside the others in a step."""
 _CLIP = 2.0
 """Standard deviations from which on a step counts as an outlier, and tells no more."""
+_FAR = 4 * _CLIP
+"""The same from which on it tells nothing: something was compiled, or the process stood still."""
 _STREAK = 3
 """Outliers to one side in a row that are none: the machine has changed."""
 _JUMP = 0.3
@@ -40,9 +42,9 @@ class CostFilter:
     """A Kalman filter over costs, of which a step's time is a sum with known weights.
 
     All costs drift together, since a machine slows down as a whole, and each a little on its own:
-    so what is measured of one kind of step tells of the others too. A time far off moves the costs
-    as one at the edge would (a garbage collector's pause); some in a row are a machine that has
-    changed.
+    so what is measured of one kind of step tells of the others too. A time that is off moves the
+    costs as one at the edge would, and one that is far off not at all (a garbage collector's
+    pause); some in a row are a machine that has changed.
 
     Args:
         costs: [p] float64, what is assumed before anything is measured; any unit. The first is the
@@ -115,7 +117,9 @@ class CostFilter:
         missed = seconds - expected
         if not trusted:
             most = _CLIP * variance**0.5
-            self._count(missed, most, expected, weights, part)
+            is_change = self._count(missed, most, expected, weights, part)
+            if abs(missed) > most * _FAR / _CLIP and not is_change:
+                return
             missed = min(max(missed, -most), most)
         gain = towards / variance
         moved = costs + gain * missed
@@ -172,22 +176,24 @@ class CostFilter:
 
     def _count(
         self, missed: float, most: float, expected: float, weights: Array, part: int
-    ) -> None:
-        """Learn how noisy times are; open up where several of a kind in a row are far off to one
-        side."""
+    ) -> bool:
+        """Learn how noisy times are; open up where several of a kind in a row are off to one side,
+        and return whether they are."""
         share = min(abs(missed) / expected, 0.5)
         noise = self._noise[part] + 0.03 * (1.25 * share - self._noise[part])
         self._noise[part] = min(max(noise, _LEAST_NOISE), _MOST_NOISE)
         if abs(missed) <= most:
             self._streak[part] = 0
-            return
+            return False
         side = 1 if missed > 0 else -1
         streak = self._streak[part]
         self._streak[part] = streak + side if streak * side > 0 else side
-        if abs(self._streak[part]) >= _STREAK:
-            self._streak[part] = 0
-            changed = self.costs if part == 0 else self.costs * (weights > 0)
-            self._spread += (_JUMP**2) * np.outer(changed, changed)
+        if abs(self._streak[part]) < _STREAK:
+            return False
+        self._streak[part] = 0
+        changed = self.costs if part == 0 else self.costs * (weights > 0)
+        self._spread += (_JUMP**2) * np.outer(changed, changed)
+        return True
 
     def _bound(self) -> None:
         """Keep what was long not seen from being doubted without end."""

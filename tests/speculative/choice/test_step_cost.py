@@ -46,12 +46,16 @@ def test_padding_makes_nodes_free() -> None:
     assert curve[17] == curve[32] < curve[33]
 
 
-def test_single_outlier_moves_costs_little() -> None:
+@pytest.mark.parametrize(("seconds", "moved"), [(0.005, 0.1), (0.4, 0.001)])
+def test_single_outlier_moves_costs_little(seconds: float, moved: float) -> None:
+    """A pause that is far longer than any step moves them not at all."""
     costs = StepCosts(1, CPU_COSTS, padded=False)
     for _ in range(100):
         costs.observe(work(1), 0.004)
-    costs.observe(work(1), 0.4)
-    assert costs.seconds(work(1)) == pytest.approx(0.004, rel=0.1)
+    for _ in range(2):
+        costs.observe(work(1), seconds)
+        costs.observe(work(1), 0.004)
+    assert costs.seconds(work(1)) == pytest.approx(0.004, rel=moved)
 
 
 @pytest.mark.parametrize("trusted", [False, True])
