@@ -377,6 +377,7 @@ def _make_engine(loaded: Loaded, caches: _Caches, remote: DecodeInstance | None)
         steps=StepRunner(loaded.runner, kv, caches.sampler, order, transfer),
         runtime=runtime,
         hooks=loaded.algorithm.hooks,
+        graphs=loaded.graphs,
         overlap=loaded.overlap,
         remote=remote,
         ranks=loaded.ranks,

@@ -54,6 +54,11 @@ class CudaGraphs:
         return "on" if why is None else f"off: {why}"
 
     @property
+    def num_cold(self) -> int:
+        """How often passes ran as they are, or were recorded, that are replayed from then on."""
+        return sum(each.num_cold for each in (*self._runner.recorders, *self._drafts))
+
+    @property
     def recordings(self) -> tuple[int, float]:
         """How many forms of passes are recorded, and the seconds that took."""
         passes = [*self._runner.recorders, *self._drafts]

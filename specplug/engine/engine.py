@@ -13,6 +13,7 @@ from typing import Protocol
 
 from specplug import debug
 from specplug.distributed.rank_group import RankGroup
+from specplug.engine.cuda_graphs import CudaGraphs
 from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.kv_transfer import PrefillSlice
 from specplug.engine.request import Request, RequestStatus
@@ -66,6 +67,7 @@ class Engine:
         steps: launches what is scheduled.
         runtime: of the run, which hooks get.
         hooks: of the run's plugins, which get the reports.
+        graphs: of the run.
         overlap: whether a step is launched before the results of the last one are processed.
         ranks: that step together with this one; None: it is alone.
         rest: seconds that a step without work waits for another rank to call.
@@ -84,6 +86,7 @@ class Engine:
         steps: StepRunner,
         runtime: EngineRuntime,
         hooks: HookCalls,
+        graphs: CudaGraphs,
         overlap: bool,
         remote: RemotePrefill | None = None,
         ranks: RankGroup | None = None,
@@ -97,6 +100,7 @@ class Engine:
         self.steps = steps
         self.runtime = runtime
         self.hooks = hooks
+        self._graphs = graphs
         self._carries_state = hooks.declares_state
         self._told_stateless = False
         self._ranks = ranks
@@ -258,8 +262,9 @@ class Engine:
             return False
         for request in step.admitted:
             self._admit(request)
-        scheduled = time.perf_counter()
+        scheduled, num_cold = time.perf_counter(), self._graphs.num_cold
         result = self.steps.run(step)
+        result.is_cold = self._graphs.num_cold > num_cold
         result.number = next(self._numbers)
         result.host_seconds = scheduled - began
         self._launched.append(result)
@@ -485,4 +490,5 @@ def _report(result: StepResult, sampled: Sequence[bool], kept: Sequence[int]) ->
         free_pages=step.free_pages,
         cached_pages=step.cached_pages,
         seconds={**result.clock.seconds(), "host": result.host_seconds},
+        is_cold=result.is_cold,
     )

@@ -57,10 +57,12 @@ class PassRunner:
     Attributes:
         recorder: of its recordings; None: it is not recorded.
         num_recordings: the buckets that are recorded.
+        num_cold: how often something ran as it is, or was recorded, that is replayed from then on.
     """
 
     recorder: GraphRecorder | None = None
     num_recordings = 0
+    num_cold = 0
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
@@ -158,6 +160,7 @@ class GraphRunner(PassRunner):
             known = self._known[given.bucket] = _Bucket(given.inputs())
         known.inputs.fill(given)
         recorded = known.recorded
+        self.num_cold += recorded is None
         if recorded is None and (self._warms_up or not is_first):
             recorded = self._record(known, given)
             if self._warms_up:
@@ -216,6 +219,7 @@ class GraphRunner(PassRunner):
 
         output = run()
         if len(last.epilogues) < _MOST_EPILOGUES:
+            self.num_cold += 1
             found = self.recorder.record(run)
             if found is not None:
                 last.epilogues[key] = found, last.inputs.cutter(found.output)

@@ -198,7 +198,9 @@ class Part:
 
     def _feed_stand_ins(self, batch: Batch, output: CommittedOutput) -> None:
         """Feed it what may come late, in a warm-up: of a batch size long chunks only once."""
-        longest = 2 if batch.size in self._warmed else min(MOST_ROWS, self._runtime.context_len // 2)
+        longest = (
+            2 if batch.size in self._warmed else min(MOST_ROWS, self._runtime.context_len // 2)
+        )
         self._warmed.add(batch.size)
         for drafts_follow in (False, True):
             for own, joined in stand_ins(batch, output, max(2, longest)):

@@ -76,6 +76,8 @@ class StepReport:
             acceptance and compaction, "extend" the draft model's context, "receive" what was
             received. And of the host:
             "host", scheduling the step and processing its results.
+        is_cold: whether a pass of it ran as it is, or was recorded, that later steps replay: it
+            took longer than they will.
     """
 
     number: int
@@ -108,6 +110,7 @@ class StepReport:
     free_pages: int = 0
     cached_pages: int = 0
     seconds: dict[str, float]
+    is_cold: bool = False
 
     @cached_property
     def predicted(self) -> tuple[float, ...]:

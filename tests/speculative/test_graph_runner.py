@@ -43,6 +43,7 @@ def test_passes_of_too_many_buckets_run_as_they_are() -> None:
             given = torch.arange(length)
             assert torch.equal(runner(given), given * 2)
     assert runner.num_recordings == 2
+    assert runner.num_cold == 2, "what is never recorded is as fast as it gets"
     assert not runner.takes("another")
 
 
@@ -69,14 +70,15 @@ def test_without_warm_up_the_second_pass_is_recorded() -> None:
     found = []
     for _ in range(3):
         runner(torch.ones(2))
-        found.append((len(calls), runner.num_recordings))
-    assert found == [(1, 0), (2, 1), (2, 1)]
+        found.append((len(calls), runner.num_recordings, runner.num_cold))
+    assert found == [(1, 0, 1), (2, 1, 2), (2, 1, 2)]
 
 
 def test_no_epilogue_follows_an_unrecorded_pass() -> None:
     runner = GraphRunner(doubled, BatchPadding(), Counted(), most_buckets=1, has_epilogue=True)
     runner(torch.ones(2))
     assert runner.run_epilogue("sum", lambda given, output: given + output) is not None
+    assert runner.num_cold == 2
     runner(torch.ones(3))  # of another bucket
     assert runner.run_epilogue("sum", lambda given, output: given + output) is None
 

@@ -18,7 +18,14 @@ from specplug.speculative.choice.best_plan import (
 )
 from specplug.speculative.choice.one_request import CostsOfOne, best_of_one, tried_of_one
 from specplug.speculative.choice.step_cost import StepCosts, StepWork
-from specplug.speculative.choice.trials import TRIED_PLAIN, Trials, hope, hope_of_one
+from specplug.speculative.choice.trials import (
+    FRESH,
+    TRIED_PLAIN,
+    Trials,
+    hope,
+    hope_of_one,
+    hoped_share,
+)
 
 Array = np.ndarray
 Rows = Array | Sequence[Sequence[float]]
@@ -82,6 +89,7 @@ class DraftPolicy:
         self._free: list[int] = []
         self._heard = np.zeros((0, algorithms), dtype=np.int64)
         self._filled = [1.0] * algorithms
+        self._drafted = [0] * algorithms  # the step in which each last drafted
         self._step = 0
         self._forgets = True
         self._rate = 0.0
@@ -130,7 +138,9 @@ class DraftPolicy:
         ages = self._step - self._heard[rows]
         ages[:, list(known)] = 0
         hopeful = _with_known(self.acceptance.hopeful(rows, hope(ages)), known) * able
-        return self._trials.mended(plan, survival, hopeful[:, :, :depth], ages, costs)
+        shares = self._cost_shares()
+        ages[:, np.array(shares) < 1] += FRESH + 1
+        return self._trials.mended(plan, survival, hopeful[:, :, :depth], ages, costs, shares)
 
     def _plan_one(
         self,
@@ -165,7 +175,14 @@ class DraftPolicy:
         heard = self._heard[row].tolist()
         ages = [0 if a in known else self._step - each for a, each in enumerate(heard)]
         hopeful = able(self.acceptance.survival_of_one(row, [hope_of_one(age) for age in ages]))
-        return tried_of_one(self._trials, plan, chances, hopeful, ages, costs)
+        shares = self._cost_shares()
+        ages = [age + (FRESH + 1) * (share < 1) for age, share in zip(ages, shares, strict=True)]
+        return tried_of_one(self._trials, plan, chances, hopeful, ages, costs, shares)
+
+    def _cost_shares(self) -> list[float]:
+        """Return what each algorithm's drafting may cost at best, [A], as a share of what is
+        believed."""
+        return [hoped_share(self._step - last) for last in self._drafted]
 
     def _earned(self, plan: Plan) -> Plan:
         """Count the best plan of a step."""
@@ -220,6 +237,7 @@ class DraftPolicy:
         work = self.work_of(outcome)
         for a, (wanted, made) in enumerate(zip(work.asked, work.nodes, strict=True)):
             if wanted:
+                self._drafted[a] = self._step
                 share = min(1.0, max(0.02, float(made) / wanted))
                 self._filled[a] += 0.05 * (share - self._filled[a])
         self._learn_cost(outcome, work)

@@ -225,8 +225,8 @@ class MeasuredChoice:
         return launched.draft_seconds if self._on_cpu else report.seconds.get("propose", 0.0)
 
     def _seconds(self, report: StepReport) -> float | None:
-        """Return the time of a step; None if it did not only decode."""
-        if report.mode != "decode":
+        """Return the time of a step; None if it did not only decode, or is cold."""
+        if report.mode != "decode" or report.is_cold:
             return None
         device = sum(report.seconds.get(part, 0.0) for part in _ON_DEVICE)
         host = report.seconds.get("host", 0.0)

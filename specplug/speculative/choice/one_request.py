@@ -84,6 +84,7 @@ def tried_of_one(
     hopeful: Chances,
     ages: Sequence[int],
     costs: CostsOfOne,
+    shares: Sequence[float],
 ) -> Plan:
     """Return the draft that would be best if all were as good as it may be, if that is better than
     a plan, and there is credit for what it costs if it is not; else the plan.
@@ -91,8 +92,12 @@ def tried_of_one(
     Args:
         hopeful: ``chances``, as likely as they may be.
         ages: [A] steps since each algorithm was last heard of.
+        shares: as in ``Trials.mended``.
     """
-    hoped = best_of_one(hopeful, costs, costs.plain)
+    every = zip(costs.drafters, shares, strict=True)
+    drafters = [[each * share for each in own] for own, share in every]
+    cheap = CostsOfOne(costs.curve, costs.context, drafters, costs.filled)
+    hoped = best_of_one(hopeful, cheap, costs.plain)
     who, depth = int(hoped.who[0]), int(hoped.depths[0])
     if hoped.rate <= plan.rate or who in (-1, plan.who[0]) or ages[who] <= FRESH:
         return plan

@@ -7,7 +7,7 @@ not tried, and never for more than a small share of the tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 import numpy as np
@@ -32,6 +32,9 @@ _PLAIN_PATIENCE = 64.0
 """The same of steps without any draft, and of what they take."""
 FRESH = 4
 """Steps for which an algorithm is known as well as it can be."""
+_DEAR = 64
+"""Steps in which an algorithm drafted for nobody, from which on its drafting may cost less than is
+believed: after twice as many half of it, and so on."""
 _DEPTHS = 3, 1
 """How deep a trial drafts at most: the first that can be paid for."""
 _REST = 5
@@ -52,6 +55,7 @@ class Trials:
 
     def __init__(self) -> None:
         self.credit = -1.0  # before the first step
+        self._wanted = 0.0  # what the trial that was last too dear costs
         self._plain_age = 0.0
         self._drafted = True
         self._step = 0
@@ -61,7 +65,7 @@ class Trials:
         share = _PRICE * plan.tokens
         if self.credit < 0:
             self.credit = _FIRST_STEPS * plan.tokens**0.5
-        self.credit = max(self.credit, min(self.credit + share, _SAVED * share))
+        self.credit = max(self.credit, min(self.credit + share, max(_SAVED * share, self._wanted)))
         self._plain_age = 0.0 if not plan.drafts else self._plain_age + 1.0
         self._step += 1
 
@@ -114,7 +118,13 @@ class Trials:
         return self._step % (8 if bs > _MANY else 4) == 0
 
     def mended(
-        self, plan: Plan, survival: Array, hopeful: Array, ages: Array, costs: Costs
+        self,
+        plan: Plan,
+        survival: Array,
+        hopeful: Array,
+        ages: Array,
+        costs: Costs,
+        shares: Sequence[float],
     ) -> Plan:
         """Return the plan with some requests drafted for as would be best if all were as good as it
         may be, if that is better, and there is credit for what it costs if it is not.
@@ -123,8 +133,10 @@ class Trials:
             survival: [n, A, D] as the plan was made of.
             hopeful: [n, A, D], as likely as they may be.
             ages: [n, A] steps since each algorithm was last heard of at each request.
+            shares: [A], what drafting may cost at best, as shares of what is believed.
         """
-        hoped = best_plan(hopeful, costs, plan.rate)
+        cheap = attrs.evolve(costs, drafters=costs.drafters * np.array(shares)[:, None])
+        hoped = best_plan(hopeful, cheap, plan.rate)
         if hoped.rate <= plan.rate:
             return plan
         bs = len(plan.who)
@@ -155,8 +167,17 @@ class Trials:
             lost = plan.rate * found.seconds - found.tokens
             if lost <= self.credit:
                 self.credit -= max(0.0, lost)
+                self._wanted = 0.0
                 return attrs.evolve(found, reason=TRIED)
+        self._wanted = lost
         return plan
+
+
+def hoped_share(age: int) -> float:
+    """Return what drafting may cost at best, as a share of what is believed, ``age`` steps after
+    the algorithm last drafted. What a step cost that stood still would else be believed for good,
+    because nothing is tried that is so dear."""
+    return min(1.0, _DEAR / max(age, 1))
 
 
 def hope(ages: Array) -> Array:

@@ -92,6 +92,32 @@ def test_machine_that_changes_is_followed_in_50_steps(slower: float) -> None:
     assert times[249] == pytest.approx(slower * times[199], rel=0.1)
 
 
+@pytest.mark.parametrize("bs", [1, 16])
+def test_drafting_that_seemed_dear_is_tried_again(bs: int) -> None:
+    """The first steps with drafts take ten times as long, as if something was compiled in each;
+    then drafting is as cheap as it is. All is accepted."""
+    policy = DraftPolicy(StepCosts(1, CPU_COSTS, padded=False), DEPTH)
+    ids, most = [str(number) for number in range(bs)], np.full((bs, 1), 4)
+    drafts = []
+    for step in range(3000):
+        plan = policy.plan(ids, most)
+        drafts.append(plan.drafts)
+        draft = plan.drafts * (0.1 if step < 60 else 0.002)
+        policy.observe(
+            StepOutcome(
+                request_ids=ids,
+                who=plan.who,
+                asked=plan.depths,
+                nodes=plan.depths,
+                accepted=plan.depths,
+                seconds=0.01 + draft,
+                draft_seconds=draft or None,
+            )
+        )
+    assert not any(drafts[60:80])
+    assert all(drafts[-100:])
+
+
 def test_fixed_costs_repeat_the_same_plans() -> None:
     runs = [
         simulate(

@@ -10,6 +10,7 @@ import pytest
 
 from specplug.speculative.choice.foresight import Foresight
 
+
 @attrs.define
 class Text:
     """A request whose text grows."""

@@ -109,3 +109,24 @@ def test_plan_of_no_request_is_empty() -> None:
     choice = MeasuredChoice(deterministic=True)
     for most in ((), (8,), ()):
         assert len(planned_of_two(choice, most).who) == len(most)
+
+
+def test_cold_steps_say_nothing_of_costs() -> None:
+    """A pass that is recorded in a step makes it longer than later ones."""
+    choice = MeasuredChoice()
+    for is_cold in (True, False):
+        planned(choice, foresees=False)
+        report = StepReport(
+            number=1,
+            mode="decode",
+            decode_ids=("a",),
+            drafters=("NONE",),
+            planned=(1,),
+            widths=(1,),
+            accept_lens=(1,),
+            seconds={"target": 0.01},
+            is_cold=is_cold,
+        )
+        choice.on_step(report)
+        assert choice.costs is not None
+        assert choice.costs.is_measured != is_cold
