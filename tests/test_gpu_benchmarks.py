@@ -159,19 +159,22 @@ def test_steps_choice_tiny_tells_of_each_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = ["steps.py", "choice", "--tiny", "--rounds", "1", "--batches", "2", "--alone", "eagle3"]
-    told += ["ngram", "--output", str(tmp_path), "--models", str(tmp_path)]
+    told += ["ngram", "--output", str(tmp_path), "--models", str(tmp_path), "--workloads", "mixed"]
     monkeypatch.setattr(sys, "argv", told)
     monkeypatch.setenv("SPECPLUG_COMMIT", "0123abc")
     steps.main()
     rows = measurement.read_results(tmp_path / "results.jsonl")
     found = {row["way"]: row for row in rows if row["kind"] == "choice"}
-    assert set(found) == {"plain", "several", "eagle3", "ngram", "none asked"}
-    assert [row["differ"] for row in found.values()] == [0] * 5
+    depths = [f"eagle3 {depth}" for depth in (1, 2, 5)]
+    assert set(found) == {"plain", "several", *depths, "ngram", "none asked"}
+    assert [row["differ"] for row in found.values()] == [0] * 7
+    lengths = [found[way]["accept_length"] for way in depths]
+    assert lengths == sorted(lengths)
     assert found["none asked"]["drafted"] == found["plain"]["drafted"] == {"NONE": 1.0}
     assert found["none asked"]["accept_length"] == 1.0
     assert {"EAGLE3", "NGRAM"} <= set(found["several"]["drafted"])
     assert found["several"]["plan_us"] > found["plain"]["plan_us"] == 0
-    assert min(found[way]["accept_length"] for way in ("eagle3", "ngram", "several")) > 1.2
+    assert min(found[way]["accept_length"] for way in ("eagle3 5", "ngram", "several")) > 1.2
 
 
 def test_exactness_of_several_compares_all_tokens(

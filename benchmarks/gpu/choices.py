@@ -1,9 +1,9 @@
 """What a choice by step among several algorithms brings on a GPU, and what it costs.
 
-``steps.py choice`` measures it. All ways to decode take turns in each round, on the same prompts.
-Half of the requests write what NGRAM has read before, the other half what is new to it; EAGLE-3
-costs what it does, and is right as often as is set. At batch 1 one request of each half follows
-the other.
+``steps.py choice`` measures it. All ways to decode take turns in each round, on the same prompts,
+as many of them at a time as the batch has: what ends makes room for the next, and the time counts
+in which all places are taken. EAGLE-3 costs what it does, and is right as often as is set;
+NGRAM finds what it has read before, right as often as is set, or nothing.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,30 @@ from known_drafts import KnownEagle3, KnownNgram, share_of
 from points import Point, Results, in_turns
 from shapes import SHAPES
 
-from specplug import SamplingParams
+from specplug import SamplingParams, StepReport, hookimpl
 
 COPIED = 0.9
 """How many of NGRAM's drafted tokens are right, of text that it has read."""
+STEPS = 5
 LENGTH = 2.5
-"""The accept length of chains of 5 of EAGLE-3."""
-ASKED_BAR = 1.02
-"""The most that several algorithms may take, in plain steps, where no request wants drafts."""
-CONTEXT, TOKENS = 256, 128
+"""The accept length of chains of ``STEPS`` of EAGLE-3, of text that is no noise."""
+DEPTHS = 1, 2, STEPS
+"""Fixed depths of EAGLE-3 alone."""
+ASKED_BAR = 0.98
+"""The least that several algorithms may give, as a share of plain decoding, where no request wants
+drafts."""
+CONTEXT, TOKENS = 256, 96
+REQUESTS = 2
+"""How many come for each place of a batch."""
 BATCHES = 1, 16, 64
 ALONE = "eagle3", "ngram"
+WORKLOADS: Mapping[str, tuple[str, ...]] = {
+    "completion": ("new",),
+    "editing": ("copied",),
+    "noise": ("noise",),
+    "mixed": ("new", "copied", "noise", "copied"),
+}
+"""The kinds of text that their requests write, in turn."""
 
 
 class HostClock:
@@ -76,22 +90,35 @@ class HostClock:
         return planned, learned
 
 
-@attrs.frozen(kw_only=True)
-class Round:
-    """What a way to decode gave in a round.
+@attrs.frozen
+class Task:
+    """A prompt to complete.
 
     Attributes:
-        seconds: of all its generations.
-        tokens: that it generated.
-        steps: decode steps.
+        prompt: its tokens.
+        tenant: whose texts NGRAM keeps and finds again; None: nobody's.
+        share: how many of EAGLE-3's tokens are right.
+    """
+
+    prompt: list[int]
+    tenant: str | None
+    share: float
+
+
+@attrs.frozen(kw_only=True)
+class Round:
+    """What a way to decode gave in a round, while all places were taken.
+
+    Attributes:
+        seconds: that this lasted.
+        tokens: that were taken.
         requests: for how many requests each algorithm drafted, added up over the steps.
-        recorded: forms of passes that were recorded meanwhile.
+        recorded: forms of passes that were recorded in the whole round.
         outputs: of each request.
     """
 
     seconds: float
     tokens: int
-    steps: int
     requests: Mapping[str, int]
     recorded: int
     outputs: list[tuple[int, ...]]
@@ -102,117 +129,167 @@ class Round:
         return self.tokens / self.seconds
 
 
+class Steps:
+    """An extension that keeps what each step of a generation has brought, and when it ended."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, StepReport]] = []
+
+    @hookimpl
+    def on_step(self, report: StepReport) -> None:
+        self.seen.append((time.perf_counter(), report))
+
+    def while_full(self, places: int) -> tuple[float, int, Counter[str]]:
+        """Return the seconds, the tokens and what drafted, from the first decode step until fewer
+        than ``places`` requests are left."""
+        first = next(n for n, (_, report) in enumerate(self.seen) if report.decode_ids)
+        full = [n for n, (_, r) in enumerate(self.seen) if r.num_running + r.num_waiting >= places]
+        window = [report for _, report in self.seen[first + 1 : full[-1] + 1]]
+        drafters = Counter(name for report in window for name in report.drafters)
+        seconds = self.seen[full[-1]][0] - self.seen[first][0]
+        return seconds, sum(sum(report.kept) for report in window), drafters
+
+
 def complete(
-    engine: Engine, batch: int, prompts: list[list[int]], wish: str | None, tokens: int
+    engine: Engine, batch: int, tasks: Sequence[Task], wish: str | int | None, tokens: int
 ) -> Round:
-    """Complete all prompts, ``batch`` of them together. Every other one is of a tenant whose texts
-    NGRAM keeps.
+    """Complete all tasks, ``batch`` of them at a time.
 
     Args:
-        wish: what all requests ask for as their algorithm; None: nothing.
+        wish: what all requests ask for as their algorithm, or as the most tokens of a draft; None:
+            nothing.
         tokens: of each output.
     """
-    seconds, made, steps, requests = 0.0, 0, 0, Counter[str]()
-    outputs: list[tuple[int, ...]] = []
-    before = _recorded(engine)
-    for first in range(0, len(prompts), batch):
-        places = range(first, first + batch)
-        params = [
-            SamplingParams(
-                max_tokens=tokens,
-                temperature=0,
-                ignore_eos=True,
-                speculative_algorithm=wish,
-                cache_salt=f"copied {place}" if place % 2 else None,
-            )
-            for place in places
-        ]
-        took, own_steps, own = engine.complete([prompts[place] for place in places], params)
-        seconds, made, steps = seconds + took, made + own, steps + own_steps
-        requests.update(engine.llm.stats()["verifications_by_drafter"])
-        outputs += map(tuple, engine.outputs)
-    return Round(seconds=seconds, tokens=made, steps=steps, requests=requests,
-                 recorded=_recorded(engine) - before, outputs=outputs)  # fmt: skip
+    params = [
+        SamplingParams(
+            max_tokens=tokens,
+            temperature=0,
+            ignore_eos=True,
+            speculative_algorithm=wish if isinstance(wish, str) else None,
+            max_draft_tokens=wish if isinstance(wish, int) else None,
+            cache_salt=task.tenant,
+        )
+        for task in tasks
+    ]
+    before, llm = _recorded(engine), engine.llm
+    steps: Steps = engine.variant.settings["extensions"][0]
+    steps.seen.clear()
+    given = zip(tasks, params, strict=True)
+    requests = [llm.prepare(task.prompt, own)[0] for task, own in given]
+    coming, scheduler = deque(requests), llm.engine.scheduler
+    while coming or llm.engine.has_work:
+        while coming and len(scheduler.running) + len(scheduler.waiting) < batch:
+            llm.submit(coming.popleft())
+        llm.engine.step()
+    llm.step()  # takes what moved
+    seconds, made, drafters = steps.while_full(batch)
+    return Round(
+        seconds=seconds,
+        tokens=made,
+        requests=drafters,
+        recorded=_recorded(engine) - before,
+        outputs=[tuple(request.output_token_ids) for request in requests],
+    )
 
 
 def _recorded(engine: Engine) -> int:
-    run = engine.llm.run
-    return run.graphs.recordings[0]
+    return engine.llm.run.graphs.recordings[0]
+
+
+def tasks_of(workload: str, prompts: Sequence[list[int]]) -> list[Task]:
+    """Return the tasks of a workload, each of another prompt."""
+    shares = {"noise": 0.02}
+    kinds = islice(cycle(WORKLOADS[workload]), len(prompts))
+    return [
+        Task(
+            prompt=prompt,
+            tenant=f"{number}" if kind == "copied" else None,
+            share=shares.get(kind, share_of(LENGTH, STEPS)),
+        )
+        for number, (prompt, kind) in enumerate(zip(prompts, kinds, strict=True))
+    ]
 
 
 def measure_choices(arguments: argparse.Namespace, base: Path, results: Results) -> None:
     """Time the choice, and each algorithm alone, in turns with plain decoding."""
-    settings = {"max_running_requests": max(arguments.batches), **settings_of(arguments)}
-    tokens = 24 if arguments.tiny else TOKENS
-    context = 32 if arguments.tiny else CONTEXT
-    steps = 5
-    slots = max(arguments.batches) * (context + tokens + 64)
-    ngram, drafts = KnownNgram(COPIED), KnownEagle3(share_of(LENGTH, steps))
-    shape = {"speculative_num_steps": steps, "speculative_num_draft_tokens": steps + 1}
+    given = {"max_running_requests": max(arguments.batches), **settings_of(arguments)}
+    tokens, context = (24, 32) if arguments.tiny else (TOKENS, CONTEXT)
+    slots = REQUESTS * max(arguments.batches) * (context + tokens + 64)
+    known = [KnownEagle3(), KnownEagle3()]
+    chain = {"speculative_num_steps": STEPS, "speculative_num_draft_tokens": STEPS + 1}
+
+    def variant(algorithm: Any = "NONE", draft: str | None = None, **more: Any) -> Variant:
+        settings = {"extensions": [Steps()], **more}
+        return Variant(algorithm=algorithm, draft=draft, settings=settings)
+
     variants = {
-        "plain": Variant(),
-        "several": Variant(algorithm=[ngram, drafts], draft="eagle3"),
-        "eagle3": Variant(
-            algorithm=KnownEagle3(share_of(LENGTH, steps)), draft="eagle3", settings=shape
-        ),
-        "ngram": Variant(algorithm=KnownNgram(COPIED)),
+        "plain": variant(),
+        "several": variant([KnownNgram(COPIED), known[0]], "eagle3"),
+        "eagle3": variant(known[1], "eagle3", **chain),
+        "ngram": variant(KnownNgram(COPIED)),
     }
     with ExitStack() as ends:
         engines = {}
         for name in ("plain", "several", *arguments.alone):
-            engines[name] = engine = Engine(base, variants[name], slots, **settings)
+            engines[name] = engine = Engine(base, variants[name], slots, **given)
             ends.callback(engine.close)
             print(f"{name}: ready in {engine.ready_s:.1f} s, {_recorded(engine)} forms recorded",
                   flush=True)  # fmt: skip
             results.add("choice_start", shape=base.name, way=name, ready_s=engine.ready_s,
                         recorded=_recorded(engine))  # fmt: skip
-        known = [drafts, variants["eagle3"].algorithm]
         clock = HostClock(engines["several"])
-        print(f"{'batch':>5} {'way':12}{'tokens/s':>10}{'x plain':>9}{'bar':>6}{'a step':>8}"
+        print(f"{'workload':11}{'batch':>5} {'way':12}{'tokens/s':>10}{'x plain':>9}{'a step':>8}"
               f"{'plan us':>9}{'learn us':>9}{'recorded':>10}  who drafted")  # fmt: skip
         for batch in arguments.batches:
-            prompts = Point(max(2, batch), context).prompts(SHAPES[base.name]["vocab_size"])
-            truth = complete(engines["plain"], batch, prompts, None, tokens).outputs
-            continuations = {tuple(p): t for p, t in zip(prompts, truth, strict=True)}
-            for each in known:
-                assert isinstance(each, KnownEagle3)
-                each.know(continuations)
-            ways = {name: partial(complete, engine, batch, prompts, None, tokens)
-                    for name, engine in engines.items()}  # fmt: skip
-            asked = partial(complete, engines["several"], batch, prompts, "NONE", tokens)
-            ways["none asked"] = asked
-            before = _warm(ways)
-            _measure(ways, truth, batch, arguments.rounds, clock, before, base.name, results)
+            prompts = Point(REQUESTS * batch, context).prompts(SHAPES[base.name]["vocab_size"])
+            for workload in arguments.workloads:
+                tasks = tasks_of(workload, prompts)
+                truth = complete(engines["plain"], batch, tasks, None, tokens).outputs
+                texts = {tuple(p): t for p, t in zip(prompts, truth, strict=True)}
+                for each in known:
+                    each.know(texts, [task.share for task in tasks])
+                ways = _ways(engines, batch, tasks, tokens)
+                before = _warm(ways)
+                found = _measure(ways, arguments.rounds, clock)
+                _tell(found, truth, before, results, shape=base.name, workload=workload,
+                      batch=batch)  # fmt: skip
+
+
+def _ways(
+    engines: Mapping[str, Engine], batch: int, tasks: Sequence[Task], tokens: int
+) -> dict[str, Callable[[], Round]]:
+    """Return what is timed, by name: EAGLE-3 alone at several depths."""
+    wishes: dict[str, tuple[str, str | int | None]] = {name: (name, None) for name in engines}
+    wishes["none asked"] = "several", "NONE"
+    if "eagle3" in wishes:
+        del wishes["eagle3"]
+        wishes |= {f"eagle3 {depth}": ("eagle3", depth) for depth in DEPTHS}
+    return {
+        way: partial(complete, engines[name], batch, tasks, wish, tokens)
+        for way, (name, wish) in wishes.items()
+    }
 
 
 def _warm(ways: Mapping[str, Callable[[], Round]]) -> Counter[str]:
-    """Let all be recorded that rounds bring, and let NGRAM read the texts: twice or more. Return
-    how many forms were, by way."""
+    """Let all be recorded that rounds bring, and let NGRAM read the texts, and draft them once.
+    Return how many forms were, by way."""
     found = Counter[str]()
     for name, run in ways.items():
-        for number in range(4):
+        least = 2 if name in ("several", "ngram") else 1
+        for number in range(1, 4):
             recorded = run().recorded
             found[name] += recorded
-            if not recorded and number:
+            if not recorded and number >= least:
                 break
     return found
 
 
-def _measure(
-    ways: Mapping[str, Callable[[], Round]],
-    truth: list[tuple[int, ...]],
-    batch: int,
-    rounds: int,
-    clock: HostClock,
-    before: Mapping[str, int],
-    shape: str,
-    results: Results,
-) -> None:
-    """Time all ways in turns, and tell each.
+Found = Mapping[str, tuple[list[Round], tuple[float, ...]]]
+"""By way: what its rounds gave, and microseconds of a plan and of what is learned of a step."""
 
-    Args:
-        before: forms that were recorded between the start and now, by way.
-    """
+
+def _measure(ways: Mapping[str, Callable[[], Round]], rounds: int, clock: HostClock) -> Found:
+    """Time all ways in turns."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
 
     def timed(name: str) -> Round:
@@ -222,28 +299,45 @@ def _measure(
         return found
 
     found = in_turns({name: partial(timed, name) for name in ways}, rounds, warm_ups=0)
-    plain = [each.seconds for each in found["plain"]]
-    for name, own in found.items():
-        ratio = statistics.median(p / o.seconds for p, o in zip(plain, own, strict=True))
-        rate = statistics.median(each.rate for each in own)
-        planned, learned = (statistics.median(each) for each in zip(*times[name], strict=True))
-        if name not in ("several", "none asked"):
-            planned = learned = 0.0
+    medians = {
+        name: tuple(map(statistics.median, zip(*own, strict=True))) for name, own in times.items()
+    }
+    return {name: (own, medians[name]) for name, own in found.items()}
+
+
+def _tell(
+    found: Found,
+    truth: list[tuple[int, ...]],
+    before: Mapping[str, int],
+    results: Results,
+    **point: Any,
+) -> None:
+    """Print and keep what each way gave.
+
+    Args:
+        before: forms that were recorded between the start and now, by way.
+        point: what was measured.
+    """
+    plain = [each.rate for each in found["plain"][0]]
+    ratios: dict[str, float] = {}
+    for name, (own, (planned, learned)) in found.items():
+        ratios[name] = statistics.median(o.rate / p for p, o in zip(plain, own, strict=True))
         who = sum((Counter(each.requests) for each in own), Counter[str]())
         drafted = {each: count / who.total() for each, count in who.most_common()}
+        length = sum(each.tokens for each in own) / max(who.total(), 1)
         recorded = sum(each.recorded for each in own)
-        decoded = sum(each.tokens - len(each.outputs) for each in own)
-        length = decoded / max(who.total(), 1)
+        rate = statistics.median(each.rate for each in own)
         wrong = sum(a != b for each in own for x, y in zip(truth, each.outputs, strict=True)
                     for a, b in zip(x, y, strict=True))  # fmt: skip
-        bar = 1 / ASKED_BAR if name == "none asked" else None
         shares = ", ".join(f"{each} {share:.0%}" for each, share in drafted.items())
-        print(f"{batch:5} {name:12}{rate:10.1f}{ratio:9.3f}{f'{bar:.3f}' if bar else '':>6}"
+        print(f"{point['workload']:11}{point['batch']:5} {name:12}{rate:10.1f}{ratios[name]:9.3f}"
               f"{length:8.2f}{planned:9.0f}{learned:9.0f}{f'{before[name]}+{recorded}':>10}"
-              f"  {shares}"
-              f"{f'; {wrong} tokens differ' if wrong else ''}", flush=True)  # fmt: skip
-        results.add("choice", shape=shape, batch=batch, way=name, rate=rate, ratio=ratio, bar=bar,
+              f"  {shares}{f'; {wrong} tokens differ' if wrong else ''}", flush=True)  # fmt: skip
+        results.add("choice", **point, way=name, rate=rate, ratio=ratios[name],
                     accept_length=length, plan_us=planned, learn_us=learned, recorded=recorded,
                     recorded_before=before[name], differ=wrong, drafted=drafted,
-                    seconds=[each.seconds for each in own],
-                    steps=[each.steps for each in own])  # fmt: skip
+                    rates=[each.rate for each in own])  # fmt: skip
+    alone = {name: ratio for name, ratio in ratios.items() if name not in ("several", "none asked")}
+    best = max(alone, key=lambda name: alone[name])
+    print(f"several: {ratios['several'] / alone[best]:.3f} of {best}; none asked "
+          f"{ratios['none asked']:.3f} of plain (at least {ASKED_BAR})", flush=True)  # fmt: skip

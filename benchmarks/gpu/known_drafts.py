@@ -227,26 +227,26 @@ class KnownNgram(Ngram):
 
 class KnownEagle3(Eagle3):
     """EAGLE-3 in chains whose drafted tokens are replaced by known ones, after it has computed
-    them.
+    them."""
 
-    Args:
-        share: how many of the tokens are right, given that those before them are.
-    """
-
-    def __init__(self, share: float) -> None:
-        self._share = share
+    def __init__(self) -> None:
         self._numbers: dict[tuple[int, ...], int] = {}
         self._texts = torch.zeros(1, _POSITIONS, dtype=torch.int64)
         self._text_of = torch.zeros(1, dtype=torch.int64)
 
-    def know(self, continuations: Continuations) -> None:
-        """Draft from these continuations from now on. No request may be running."""
+    def know(self, continuations: Continuations, shares: Sequence[float]) -> None:
+        """Draft from these continuations from now on. No request may be running.
+
+        Args:
+            shares: for each, how many of the tokens are right, given that those before them are.
+        """
         known = [[*prompt, *rest] for prompt, rest in continuations.items()]
         texts = torch.zeros(1 + len(known), _POSITIONS, dtype=torch.int64)
         for number, text in enumerate(known, 1):
             texts[number, : len(text)] = torch.tensor(text)
         draw = torch.Generator().manual_seed(1)
-        texts += (torch.rand(texts.shape, generator=draw) >= self._share).to(torch.int64)
+        least = torch.tensor([1.0, *shares]).unsqueeze(1)
+        texts += (torch.rand(texts.shape, generator=draw) >= least).to(torch.int64)
         self._numbers = {prompt: number for number, prompt in enumerate(continuations, 1)}
         self._texts = texts.to(self._text_of.device)
 

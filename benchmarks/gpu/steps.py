@@ -20,8 +20,9 @@ known    tokens a second of a drafter that knows the true continuation and is ri
          step gives 2, 3 or 4 tokens. The ideal is that accept length times plain decoding's speed.
 map      a decode step at batch 1 to 64 and contexts of 1 k to 16 k. Over a plain step's time that
          is the accept length from which the algorithm pays. Each variant can be a run of its own.
-choice   tokens a second of NGRAM and EAGLE-3 with a choice by step, of each alone, and of requests
-         that want no drafts, beside plain decoding: ``choices.py``
+choice   tokens a second of NGRAM and EAGLE-3 with a choice by step, of each alone, EAGLE-3 at
+         several fixed depths, and of requests that want no drafts, beside plain decoding, by
+         workload: ``choices.py``
 
 A decode step takes (T(96 tokens) - T(16 tokens)) / steps, of the quickest of three rounds each.
 Weights are random, so drafts are refused and accept lengths are 1, but in ``known`` and ``choice``.
@@ -39,7 +40,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from choices import ALONE, BATCHES, measure_choices
+from choices import ALONE, BATCHES, WORKLOADS, measure_choices
 from engines import (
     BY_CUBLAS,
     VARIANTS,
@@ -415,6 +416,7 @@ def main() -> None:
     add("--prompts", nargs="+", type=int, default=PROMPTS, metavar="TOKENS")
     add("--alone", nargs="*", choices=ALONE, default=["eagle3"], help="choice: beside it")
     add("--batches", nargs="+", type=int, default=BATCHES, help="of choice")
+    add("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="of choice")
     add("--slots", type=int, help="of the map's KV pool; default: what fits")
     add("--peer", action="store_true", help="vLLM beside it")
     add("--peer-python", default="python3", help="of an environment with vLLM")
