@@ -216,7 +216,7 @@ def _plan(who: Array, depths: Array, tokens: float, seconds: float) -> Plan:
 
 def _limits(deepest: int) -> Array:
     """Return the depths that are compared as the greatest of a plan."""
-    every = [1, 2, 4, 7, 11, 16, 32]
+    every = [1, 2, 3, 4, 5, 6, 8, 11, 16, 32]
     return np.array([*(depth for depth in every if depth < deepest), deepest])
 
 
