@@ -175,7 +175,7 @@ def test_grown_drafts_are_as_long_as_if_alone(other: int) -> None:
 @pytest.mark.parametrize(("index", "name"), [(0, "NGRAM"), (1, "EAGLE3")])
 def test_one_that_always_drafts_drafts_as_if_alone(index: int, name: str) -> None:
     params = SamplingParams(max_tokens=64, ignore_eos=True)
-    _, alone = generate(name, params=params)
+    _, alone = generate(name, Always(0), params=params)
     _, found = generate("NGRAM,EAGLE3", Always(index), params=params)
     for total in ("proposed", "drafted", "accepted", "verifications", "accepted_by_length"):
         assert found[total] == alone[total]

@@ -53,6 +53,34 @@ class RequestState:
 
 
 @attrs.frozen(eq=False)
+class Foreseen:
+    """What was told of a step's requests before a choice was made of their drafts.
+
+    Attributes:
+        request_ids: of the requests.
+        drafts: of each, as deep as it is likely at all.
+        read: the steps that were read then.
+    """
+
+    request_ids: Sequence[str]
+    drafts: Drafts
+    read: int
+
+    def of(self, request_ids: Sequence[str]) -> Drafts | None:
+        """Return the drafts of some of the requests; None: there are others among them."""
+        if request_ids == self.request_ids:
+            return self.drafts
+        if not set(request_ids).issubset(self.request_ids):
+            return None
+        rows = [self.request_ids.index(each) for each in request_ids]
+        widths = [self.drafts.widths[row] for row in rows]
+        drafts = self.drafts
+        return attrs.evolve(
+            drafts, tokens=drafts.tokens[rows], scores=drafts.scores[rows], widths=widths
+        )
+
+
+@attrs.frozen(eq=False)
 class HostDraft:
     """The worker's drafts of a batch, on the host.
 
@@ -107,6 +135,8 @@ class NgramWorker:
             else CompiledDrafter(compiled, self.index, shape)
         )
         self.requests: dict[str, RequestState] = {}
+        self._foreseen: Foreseen | None = None
+        self._read = 0  # steps
 
     def read_corpus(self, texts: Iterable[Sequence[int]]) -> None:
         """Let all owners draft from these texts, given as tokens, too.
@@ -170,6 +200,7 @@ class NgramWorker:
             tokens: [bs, C] int64, on the host.
             counts: [bs] int64, on the host, the number of new tokens of each row.
         """
+        self._read += 1
         self._drafter.observe(self._drafted(request_ids), tokens, counts)
         for request_id, count in zip(request_ids, counts.tolist(), strict=True):
             request = self.requests.get(request_id)
@@ -183,19 +214,21 @@ class NgramWorker:
             return None
         rooms = [self._shape.num_draft_tokens] * len(request_ids)
         drafts = self._drafter.draft(self._drafted(request_ids), rooms, LEAST_FORESEEN)
+        self._foreseen = Foreseen(request_ids, drafts, self._read)
         read = [self.requests.get(each) for each in request_ids]
         return ForeseenDrafts(
-            tokens=drafts.tokens[:, 1:],
-            scores=drafts.scores[:, 1:],
+            tokens=drafts.tokens[:, 1:].clone(),
+            scores=drafts.scores[:, 1:].clone(),
             known=[0 if each is None else each.prompt_read + each.observed for each in read],
         )
 
     def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
         """Draft a tree for each request, within its ``max_draft_nodes``; chains if none branches.
 
-        A request without a probable continuation gets the root alone, and so do all requests if
-        their drafts together do not pay. If the chains of the device should have the same length,
-        shorter ones are padded with token 0.
+        A request without a probable continuation gets the root alone. If nothing was foreseen, so
+        do all requests if their drafts together do not pay, and if the chains of the device should
+        have the same length, shorter ones are padded with token 0. What was foreseen was chosen
+        from, and is drafted as it was chosen.
 
         A node's score is how often its token followed the same tokens before, smoothed by
         ``Novelty``: the longer the match and the more often it occurred, the surer. The score of
@@ -234,8 +267,16 @@ class NgramWorker:
 
     def _draft(self, batch: Batch) -> tuple[Drafts, Sequence[int]]:
         """Return drafts, and how many nodes of each request are proposed."""
+        request_ids = [request.request_id for request in batch.requests]
+        foreseen, self._foreseen = self._foreseen, None
+        requests = self._drafted(request_ids)
+        chosen = None if foreseen is None else foreseen.of(request_ids)
+        if foreseen is not None and chosen is not None:
+            if foreseen.read != self._read:  # it was a step too early
+                chosen = self._drafter.draft(requests, batch.max_draft_nodes, LEAST_FORESEEN)
+            each = zip(chosen.widths, batch.max_draft_nodes, strict=True)
+            return chosen, [min(made, room) for made, room in each]
         cost = StepCost(batch.size, self._costs)
-        requests = self._drafted([request.request_id for request in batch.requests])
         uniform = self._costs.uniform and self._shape.topk == 1
         # If chains have the same length, an improbable node costs no more than padding.
         least = 0.0 if uniform else cost.least

@@ -489,6 +489,22 @@ def test_what_is_foreseen_is_what_is_drafted(make_worker: Make) -> None:
     assert foreseen.known == [len(REPEATS.prompt_token_ids) + 1, 4, 0]
 
 
+@pytest.mark.parametrize("read_more", [False, True])
+def test_what_was_foreseen_is_drafted_as_chosen(make_worker: Make, read_more: bool) -> None:
+    """Also where another step was read since, and where by its own costs nothing would pay."""
+    worker = make_worker(KNOWS_NOTHING, REPEATS, costs=attrs.evolve(CPU_COSTS, draft=1e9))
+    _observe(worker, "repeats", [8])
+    batch = attrs.evolve(_batch(REPEATS, KNOWS_NOTHING), max_draft_nodes=(3, 4))
+    assert worker.propose(batch, _input(8, 25)).width == 1
+    assert worker.foresee(["knows nothing", "repeats", "unknown"]) is not None
+    if read_more:
+        _observe(worker, "repeats", [9])
+    draft = worker.propose(batch, _input(8, 25))
+    assert draft.widths == (3, 1)
+    assert draft.tokens[0, 1:].tolist() == ([1, 5] if read_more else [9, 1])
+    assert worker.propose(batch, _input(8, 25)).width == 1  # it was for one draft
+
+
 def test_foreseeing_teaches_what_text_is_worth(make_worker: Make) -> None:
     surer, other = make_worker(REPEATS), make_worker(REPEATS)
     for worker in (surer, other):
