@@ -1,4 +1,4 @@
-/* What a decoder layer does around its products on a CPU, in float32, on the calling thread.
+/* What a decoder layer computes on a CPU, in float32, on the calling thread.
 
    A row's bits depend on nothing but the row: every sum runs in an order that follows from the row's
    own keys, whatever rows stand beside it. Compiled by cpu_kernels.py, which says what the
@@ -18,6 +18,13 @@
 #endif
 #define ROWS 16    /* queries that share one reading of a request's keys */
 #define CACHED 65536 /* floats of scores that stay in a cache */
+#define PANEL (2 * LANES) /* columns of a product that stand together in memory */
+#define AHEAD 16   /* rows of a panel that are asked for ahead of their turn */
+#if LANES == 16
+#define SHARING 12 /* rows that share one reading of a panel: their sums fill the registers */
+#else
+#define SHARING 6
+#endif
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
@@ -370,6 +377,72 @@ void rms_norm(const float *x, int64_t stride, const float *weight, float eps, in
     }
 }
 
+/* Products of N rows with a panel [size][PANEL], each summed up in the order of its inputs. */
+#define PRODUCT(N)                                                                            \
+    INLINE void product_##N(const float *x, int64_t stride, const float *panel, int64_t size, \
+                            float *out)                                                       \
+    {                                                                                         \
+        vec left[N], right[N];                                                                \
+        for (int i = 0; i < N; i++) left[i] = right[i] = all(0.0f);                           \
+        for (int64_t k = 0; k < size; k++, panel += PANEL) {                                  \
+            vec a = load(panel), b = load(panel + LANES);                                     \
+            __builtin_prefetch(panel + AHEAD * PANEL);                                        \
+            __builtin_prefetch(panel + AHEAD * PANEL + LANES);                                \
+            for (int i = 0; i < N; i++) {                                                     \
+                left[i] += a * x[i * stride + k];                                             \
+                right[i] += b * x[i * stride + k];                                            \
+            }                                                                                 \
+        }                                                                                     \
+        for (int i = 0; i < N; i++) {                                                         \
+            store(out + i * PANEL, left[i]);                                                  \
+            store(out + i * PANEL + LANES, right[i]);                                         \
+        }                                                                                     \
+    }
+PRODUCT(1) PRODUCT(2) PRODUCT(3) PRODUCT(4) PRODUCT(5) PRODUCT(6)
+#if LANES == 16
+PRODUCT(7) PRODUCT(8) PRODUCT(9) PRODUCT(10) PRODUCT(11) PRODUCT(12)
+#endif
+
+INLINE void product(int64_t n, const float *x, int64_t stride, const float *panel, int64_t size,
+                    float *out)
+{
+#define PRODUCT_OF(N) case N: product_##N(x, stride, panel, size, out); break;
+    switch (n) {
+        PRODUCT_OF(1) PRODUCT_OF(2) PRODUCT_OF(3) PRODUCT_OF(4) PRODUCT_OF(5) PRODUCT_OF(6)
+#if LANES == 16
+        PRODUCT_OF(7) PRODUCT_OF(8) PRODUCT_OF(9) PRODUCT_OF(10) PRODUCT_OF(11) PRODUCT_OF(12)
+#endif
+    }
+}
+
+/* How many columns stand together in the panels that linear() reads. */
+int64_t panel_columns(void) { return PANEL; }
+
+/* residual + (x @ weight.T + bias) of rows [rows][size], to [rows][outputs].
+
+   panels: of the weight, [outputs / PANEL, rounded up][size][PANEL]. bias, residual: NULL for
+   none. Weights are read once, in their order in memory, whatever the number of rows. */
+void linear(const float *x, int64_t stride, const float *panels, const float *bias,
+            const float *residual, int64_t residual_stride, int64_t rows, int64_t size,
+            int64_t outputs, float *out)
+{
+    float sums[SHARING * PANEL];
+    for (int64_t c = 0; c < outputs; c += PANEL, panels += size * PANEL) {
+        int64_t columns = outputs - c < PANEL ? outputs - c : PANEL;
+        for (int64_t r = 0; r < rows; r += SHARING) {
+            int64_t n = rows - r < SHARING ? rows - r : SHARING;
+            product(n, x + r * stride, stride, panels, size, sums);
+            for (int64_t i = 0; i < n; i++) {
+                float *sum = sums + i * PANEL;
+                for (int64_t j = 0; bias && j < columns; j++) sum[j] += bias[c + j];
+                const float *own = residual ? residual + (r + i) * residual_stride + c : NULL;
+                for (int64_t j = 0; own && j < columns; j++) sum[j] += own[j];
+                memcpy(out + (r + i) * outputs + c, sum, (size_t)columns * sizeof(float));
+            }
+        }
+    }
+}
+
 /* Norm the heads of queries and keys if there are weights, turn them in place, and write keys and
    values to their slots. Returns 0, or 2 if a slot is none: then nothing was written. */
 int rotate_and_write(float *qkv, const float *cos, const float *sin, const float *weights,
@@ -411,6 +484,74 @@ void silu_and_mul(const float *both, int64_t rows, int64_t size, float *out)
         }
         for (; i < size; i++) out[i] = both[i] / (1.0f + expf(-both[i])) * both[size + i];
     }
+}
+
+/* A decoder layer of the Llama kind: its weights, and its sizes. input_norm, head_norm with head_eps
+   and the biases are NULL where there is none. */
+struct layer {
+    const float *input_norm, *qkv, *qkv_bias, *head_norm, *head_eps, *o, *o_bias, *mlp_norm,
+        *gate_up, *gate_up_bias, *down, *down_bias;
+    int64_t inputs, hidden, inner, heads, kv_heads, size;
+    float input_eps, mlp_eps;
+};
+
+/* The rows of a pass: what paged_attention() takes of them. */
+struct pass {
+    const int64_t *table, *req_indices, *starts, *first_rows;
+    int64_t table_rows, table_stride, bs, count, offset;
+    const uint8_t *mask;
+    int64_t mask_batch, mask_rows, span;
+};
+
+/* Run a layer over rows: input [count][inputs] and residual [count][hidden] to out [count][hidden].
+
+   Each part is the function of that name; what they share is that nothing stands between them.
+   Returns 0; 1 if there is no memory; 2 if an index stands outside. */
+int decoder_layer(const struct layer *layer, const struct pass *pass, const float *input,
+                  int64_t input_stride, const float *residual, int64_t residual_stride,
+                  const float *cos, const float *sin, const int64_t *slots, float *keys,
+                  float *values, int64_t num_slots, int64_t window, float scale, float *out)
+{
+    int64_t rows = pass->count, hidden = layer->hidden, inner = layer->inner;
+    int64_t mixed = layer->heads * layer->size;
+    int64_t turned = mixed + layer->kv_heads * layer->size;
+    int64_t qkv = turned + layer->kv_heads * layer->size;
+    int64_t most = layer->inputs > hidden ? layer->inputs : hidden;
+    int64_t narrow = most > mixed ? most : mixed, wide = qkv > 2 * inner ? qkv : 2 * inner;
+    size_t floats = (size_t)(rows * (narrow + wide + hidden + inner));
+    float *first = aligned_alloc(64, (floats + 16) / 16 * 64);
+    if (!first) return 1;
+    float *second = first + rows * narrow, *sums = second + rows * wide;
+    float *gated = sums + rows * hidden;
+    if (layer->input_norm) {
+        rms_norm(input, input_stride, layer->input_norm, layer->input_eps, rows, layer->inputs,
+                 first, layer->inputs);
+        input = first;
+        input_stride = layer->inputs;
+    }
+    linear(input, input_stride, layer->qkv, layer->qkv_bias, NULL, 0, rows, layer->inputs, qkv,
+           second);
+    int failed = rotate_and_write(second, cos, sin, layer->head_norm, layer->head_eps, slots, rows,
+                                  layer->heads, layer->kv_heads, layer->size, keys, values,
+                                  num_slots);
+    if (!failed)
+        failed = paged_attention(second, qkv, keys, values, num_slots, pass->table,
+                                 pass->table_rows, pass->table_stride, pass->req_indices,
+                                 pass->starts, pass->first_rows, pass->bs, rows, pass->offset,
+                                 window, pass->mask, pass->mask_batch, pass->mask_rows, pass->span,
+                                 layer->heads, layer->kv_heads, layer->size, scale, first);
+    if (!failed) {
+        linear(first, mixed, layer->o, layer->o_bias, residual, residual_stride, rows, mixed,
+               hidden, sums);
+        rms_norm(sums, hidden, layer->mlp_norm, layer->mlp_eps, rows, hidden, first, hidden);
+        linear(first, hidden, layer->gate_up, layer->gate_up_bias, NULL, 0, rows, hidden,
+               2 * inner, second);
+        silu_and_mul(second, rows, inner, gated);
+        linear(gated, inner, layer->down, layer->down_bias, sums, hidden, rows, inner, hidden,
+               out);
+    }
+    free(first);
+    return failed;
 }
 
 /* Look up how likely scored nodes are to be accepted; given what was accepted, count it.

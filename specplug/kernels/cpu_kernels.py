@@ -8,6 +8,8 @@ computes instead.
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -25,6 +27,8 @@ from specplug.kernels.score_tables import BINS, DEPTHS, LEAST_SCORE, Outcome, Sc
 _SOURCE = Path(__file__).with_suffix(".c")
 _HEAD_STEP = 16
 """Head sizes are multiples of this."""
+_MOST_TWICE_BYTES = 256 << 20
+"""Bytes of a network's weights up to which they are kept a second time, as ``Panels``."""
 _NO_MEMORY = 1
 """Returned by the attention; 2: an index stands outside."""
 _CPU = torch.device("cpu")
@@ -45,6 +49,7 @@ class CPURows:
         offset: of a request's first row after its committed length.
         mask: [bs or 1, Q, W] bool over the slots from ``starts`` on; None: causal.
         is_readable: whether the kernels can read all of these; found once for the layers of a pass.
+        in_c: the same as C reads it; None: it cannot.
     """
 
     table: Tensor
@@ -55,6 +60,7 @@ class CPURows:
     offset: int = 0
     mask: Tensor | None = None
     is_readable: bool = attrs.field(init=False)
+    in_c: cpu_library.Pass | None = attrs.field(init=False)
 
     @is_readable.default
     def _find_readable(self) -> bool:
@@ -67,6 +73,28 @@ class CPURows:
             and self.first_rows.shape == (bs + 1,)
             and (mask is None or (_is_whole(mask, torch.bool) and mask.shape[:-2] in ((1,), (bs,))))
         )
+
+    @in_c.default
+    def _make_in_c(self) -> cpu_library.Pass | None:
+        if not self.is_readable:
+            return None
+        made = cpu_library.Pass(
+            table=self.table.data_ptr(),
+            req_indices=self.req_indices.data_ptr(),
+            starts=self.starts.data_ptr(),
+            first_rows=self.first_rows.data_ptr(),
+            table_rows=self.table.shape[0],
+            table_stride=self.table.shape[1],
+            bs=len(self.starts),
+            count=self.count,
+            offset=self.offset,
+        )
+        mask = self.mask
+        if mask is not None:
+            made.mask = mask.data_ptr()
+            made.mask_batch = 0 if len(mask) == 1 else mask.stride(0)
+            made.mask_rows, made.span = mask.shape[1:]
+        return made
 
 
 _PLAIN = Tensor, nn.Parameter
@@ -94,6 +122,135 @@ def _is_whole(tensor: Tensor, dtype: torch.dtype = torch.float32) -> bool:
     )
 
 
+def is_kept_twice(weights: Iterable[Tensor]) -> bool:
+    """Return whether a network with these weights is small enough for products in C, which read
+    copies of them."""
+    return sum(each.nbytes for each in weights) <= _MOST_TWICE_BYTES
+
+
+@attrs.frozen(eq=False)
+class Panels:
+    """A weight [N, K] as the kernel of products reads it: in its order in memory.
+
+    Attributes:
+        kernels: compute the products.
+        columns: [N / C, rounded up; K; C] float32: C columns of the product stand together, as
+            many as the kernels say. What is after the last is zero.
+        outputs, inputs: N and K.
+    """
+
+    kernels: CPUKernels
+    columns: Tensor
+    outputs: int
+    inputs: int
+
+    def linear(
+        self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor | None:
+        """Compute as ``CPUKernels.linear``."""
+        return self.kernels.linear(x, self, bias, residual)
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class LayerWeights:
+    """The weights of a decoder layer of the Llama kind, for ``CPUKernels.decoder_layer``.
+
+    Attributes:
+        input_norm: weight [inputs] and eps of the norm of what the layer reads; None: there is none.
+        qkv: of queries, keys and values, [(H + 2 Hkv) * D, inputs].
+        head_norm: weight [H + Hkv, D] and eps [H + Hkv, 1] of the heads of queries and keys; None:
+            there is none.
+        o: [hidden, H * D].
+        mlp_norm: weight [hidden] and eps of the norm before the MLP.
+        gate_up: of both, [2 * inner, hidden].
+        down: [hidden, inner].
+        heads, kv_heads: H and Hkv.
+        qkv_bias, o_bias, gate_up_bias, down_bias: None: there is none.
+        size: D.
+        in_c: all of these as C reads them; None: they do not fit one another.
+    """
+
+    qkv: Panels
+    o: Panels
+    gate_up: Panels
+    down: Panels
+    mlp_norm: tuple[Tensor, float]
+    heads: int
+    kv_heads: int
+    input_norm: tuple[Tensor, float] | None = None
+    head_norm: tuple[Tensor, Tensor] | None = None
+    qkv_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    size: int = attrs.field(init=False)
+    in_c: cpu_library.Layer | None = attrs.field(init=False)
+
+    @size.default
+    def _find_size(self) -> int:
+        return self.qkv.outputs // (self.heads + 2 * self.kv_heads)
+
+    @in_c.default
+    def _make_in_c(self) -> cpu_library.Layer | None:
+        heads, kv_heads, size = self.heads, self.kv_heads, self.size
+        inputs, hidden, inner = self.qkv.inputs, self.o.outputs, self.down.inputs
+        turned = heads + kv_heads
+        expected = [
+            (self.mlp_norm[0], (hidden,)),
+            (self.qkv_bias, (self.qkv.outputs,)),
+            (self.o_bias, (hidden,)),
+            (self.gate_up_bias, (2 * inner,)),
+            (self.down_bias, (hidden,)),
+        ]
+        if self.input_norm is not None:
+            expected.append((self.input_norm[0], (inputs,)))
+        if self.head_norm is not None:
+            expected += zip(self.head_norm, ((turned, size), (turned, 1)), strict=True)
+        fits = (
+            kv_heads > 0
+            and heads % kv_heads == 0
+            and size > 0
+            and size % _HEAD_STEP == 0
+            and self.qkv.outputs == (turned + kv_heads) * size
+            and self.o.inputs == heads * size
+            and (self.gate_up.inputs, self.gate_up.outputs) == (hidden, 2 * inner)
+            and self.down.outputs == hidden
+            and all(
+                tensor is None or (_is_whole(tensor) and tensor.shape == shape)
+                for tensor, shape in expected
+            )
+        )
+        if not fits:
+            return None
+        made = cpu_library.Layer(
+            qkv=self.qkv.columns.data_ptr(),
+            qkv_bias=_address(self.qkv_bias),
+            o=self.o.columns.data_ptr(),
+            o_bias=_address(self.o_bias),
+            mlp_norm=self.mlp_norm[0].data_ptr(),
+            gate_up=self.gate_up.columns.data_ptr(),
+            gate_up_bias=_address(self.gate_up_bias),
+            down=self.down.columns.data_ptr(),
+            down_bias=_address(self.down_bias),
+            inputs=inputs,
+            hidden=hidden,
+            inner=inner,
+            heads=heads,
+            kv_heads=kv_heads,
+            size=size,
+            mlp_eps=self.mlp_norm[1],
+        )
+        if self.input_norm is not None:
+            made.input_norm, made.input_eps = self.input_norm[0].data_ptr(), self.input_norm[1]
+        if self.head_norm is not None:
+            made.head_norm, made.head_eps = (each.data_ptr() for each in self.head_norm)
+        return made
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
 class CPUKernels:
     """The compiled kernels of float32 on the CPU.
 
@@ -112,6 +269,9 @@ class CPUKernels:
         self._rotate = library.rotate_and_write
         self._silu = library.silu_and_mul
         self._score = library.score_nodes
+        self._linear = library.linear
+        self._layer = library.decoder_layer
+        self._panel_columns: int = library.panel_columns()
 
     def attend(
         self,
@@ -169,13 +329,127 @@ class CPUKernels:
             rows.first_rows.data_ptr(), len(rows.starts), count, rows.offset, window or 0, *masked,
             heads, kv_heads, size, form.scale, out.data_ptr(),
         )  # fmt: skip
-        if failed == _NO_MEMORY:
-            raise MemoryError("no memory for the scores of an attention")
-        if failed:
-            raise IndexError(
-                "req_indices, the table's slots or the rows of a pass: one stands outside of "
-                f"{len(table)} rows of the table, {num_slots} slots or {count} rows of queries"
-            )
+        _check_attended(failed, rows, num_slots)
+        return out
+
+    def decoder_layer(
+        self,
+        weights: LayerWeights,
+        rows: CPURows,
+        input: Tensor,
+        residual: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        form: AttentionForm,
+    ) -> Tensor | None:
+        """Run a decoder layer of the Llama kind: what the other methods compute, in one call and to
+        the same bits.
+
+        Args:
+            weights: of the layer.
+            rows: of the pass.
+            input: [R, inputs], which the layer norms if it has a norm for it.
+            residual: [R, hidden], to which attention and MLP are added.
+            cos, sin, slots, keys, values: as in ``rotate_and_write``.
+            form: of the attention.
+
+        Returns:
+            [R, hidden]; None if the kernel is not made for these.
+
+        Raises:
+            IndexError: a slot, a request's row or a slot of the table stands outside.
+            MemoryError: there is none.
+        """
+        layer, own, window = weights.in_c, rows.in_c, form.window
+        if not (
+            layer is not None
+            and own is not None
+            and form.softcap is None
+            and form.sinks is None
+            and (window is None or (window > 0 and rows.mask is None))
+            and _is_floats(input)
+            and _is_floats(residual)
+            and _is_whole(keys)
+            and _is_whole(values)
+            and _is_whole(cos)
+            and _is_whole(sin)
+            and _is_whole(slots, torch.int64)
+        ):
+            return None
+        count, size, hidden = rows.count, weights.size, weights.o.outputs
+        num_slots = len(keys)
+        if not (
+            input.shape == (count, weights.qkv.inputs)
+            and input.stride(1) == 1
+            and residual.shape == (count, hidden)
+            and residual.stride(1) == 1
+            and cos.shape == sin.shape == (count, 1, size)
+            and slots.shape == (count,)
+            and keys.shape == values.shape == (num_slots, weights.kv_heads, size)
+        ):
+            return None
+        out = torch.empty(count, hidden, dtype=torch.float32, device=_CPU)
+        failed = self._layer(
+            ctypes.byref(layer), ctypes.byref(own), input.data_ptr(), input.stride(0),
+            residual.data_ptr(), residual.stride(0), cos.data_ptr(), sin.data_ptr(),
+            slots.data_ptr(), keys.data_ptr(), values.data_ptr(), num_slots, window or 0,
+            form.scale, out.data_ptr(),
+        )  # fmt: skip
+        _check_attended(failed, rows, num_slots)
+        return out
+
+    def panels(self, weight: Tensor) -> Panels:
+        """Copy a weight [N, K] of float32 on the CPU for ``linear``."""
+        outputs, inputs = weight.shape
+        count = -(-outputs // self._panel_columns)
+        shape = count * self._panel_columns, inputs
+        padded = torch.zeros(shape, dtype=torch.float32, device=_CPU)
+        padded[:outputs] = weight
+        columns = padded.view(count, self._panel_columns, inputs).transpose(1, 2).contiguous()
+        return Panels(self, columns, outputs, inputs)
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: Panels,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor | None:
+        """Compute ``residual + (x @ weight.T + bias)``: [R, K] to [R, N].
+
+        Weights are read once, whatever R is. Each sum runs over K in its order.
+
+        Returns:
+            None if the kernel is not made for these: not float32 on the CPU, other axes or sizes.
+        """
+        outputs, inputs = weight.outputs, weight.inputs
+        if not (
+            _is_floats(x)
+            and x.dim() == 2
+            and x.shape[1] == inputs
+            and (x.stride(1) == 1 or inputs == 1)
+            and (bias is None or (_is_whole(bias) and bias.shape == (outputs,)))
+        ):
+            return None
+        rows = len(x)
+        of_residual: tuple[int | None, int] = None, 0
+        if residual is not None:
+            if not (
+                _is_floats(residual)
+                and residual.shape == (rows, outputs)
+                and (residual.stride(1) == 1 or outputs == 1)
+            ):
+                return None
+            of_residual = residual.data_ptr(), residual.stride(0)
+        out = torch.empty(rows, outputs, dtype=torch.float32, device=_CPU)
+        self._linear(
+            x.data_ptr(), x.stride(0), weight.columns.data_ptr(),
+            None if bias is None else bias.data_ptr(), *of_residual, rows, inputs, outputs,
+            out.data_ptr(),
+        )  # fmt: skip
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor | None:
@@ -304,6 +578,18 @@ class CPUKernels:
         return out
 
 
+def _check_attended(failed: int, rows: CPURows, num_slots: int) -> None:
+    """Raise what C found."""
+    if failed == _NO_MEMORY:
+        raise MemoryError("no memory for the scores of an attention")
+    if failed:
+        raise IndexError(
+            "req_indices, the table's slots or the rows of a pass: one stands outside of "
+            f"{len(rows.table)} rows of the table, {num_slots} slots or {rows.count} rows of "
+            "queries"
+        )
+
+
 @cache
 def load_cpu_kernels() -> CPUKernels | str:
     """Return the kernels, compiled if they are not yet; or why there are none.
@@ -339,6 +625,9 @@ def _is_right(kernels: CPUKernels) -> bool:
     by_head = [each.transpose(0, 1) for each in (q, keys, values)]
     own = F.scaled_dot_product_attention(by_head[0], by_head[1], by_head[2], is_causal=True)
     gated = kernels.silu_and_mul(q.flatten(1))
+    matrix, rows_before = keys.flatten(1), values.flatten(1)
+    product = kernels.linear(matrix, kernels.panels(matrix), matrix[:, 0].clone())
+    residual = kernels.linear(matrix, kernels.panels(matrix[:1].expand(64, -1)), None, rows_before)
     weight, eps = torch.rand(4, size, generator=generator), torch.full((4, 1), 1e-5)
     normed = kernels.rms_norm(qkv[:, 0], weight[0], 1e-5)
     cos, sin = torch.rand(2, length, 1, size, generator=generator)
@@ -350,6 +639,8 @@ def _is_right(kernels: CPUKernels) -> bool:
     pairs = (
         (found, own.transpose(0, 1).flatten(1)),
         (gated, F.silu(q[:, 0]) * q[:, 1]),
+        (product, F.linear(matrix, matrix, matrix[:, 0])),
+        (residual, rows_before + matrix @ matrix[0].unsqueeze(1)),
         (normed, own_normed[:, 0]),
         (qkv[:, :4], turned),
         (new_keys, turned[:, 2:]),

@@ -287,6 +287,11 @@ class PagedPlan:
             mask=None if self.mask is None else self.mask.contiguous(),
         )
 
+    @property
+    def rows_in_c(self) -> CPURows | None:
+        """What the CPU's kernels read where they attend; None: they do not."""
+        return None if self.requests.cpu_kernels is None else self._cpu_rows
+
     def attend(
         self,
         cache: PagedKVCache,

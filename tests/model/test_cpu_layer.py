@@ -73,6 +73,18 @@ def test_fused_layers_of_kernels_give_the_logits(config: str, cpu_kernels: CPUKe
     assert fused[0].qkv.data_ptr() == attention.q_proj.weight.data_ptr()
 
 
+def test_large_models_weights_are_not_kept_twice(
+    cpu_kernels: CPUKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("Qwen3Config", torch.float32)
+    expected = run_model(model)
+    monkeypatch.setattr("specplug.kernels.cpu_kernels._MOST_TWICE_BYTES", 1000)
+    fused = fuse_cpu_layers(model, model.model.layers, cpu_kernels)
+    assert [layer.weights for layer in fused] == [None, None]
+    for found, own in zip(run_model(model), expected, strict=True):
+        torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("config", OTHERS)
 def test_layers_of_other_kinds_stay(config: str) -> None:
     model = build(config, torch.float32, **OTHERS[config])
@@ -97,6 +109,7 @@ def test_fused_layers_keep_one_copy_of_the_weights() -> None:
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, names[name])
     first.close()
+    assert first.weights is None
     assert {part.numel() for part in (first.qkv, first.up, first.down)} == {0}
 
 
