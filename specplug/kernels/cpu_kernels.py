@@ -156,7 +156,7 @@ class LayerWeights:
     """The weights of a decoder layer of the Llama kind, for ``CPUKernels.decoder_layer``.
 
     Attributes:
-        input_norm: weight [inputs] and eps of the norm of what the layer reads; None: there is none.
+        input_norm: weight [inputs] and eps of the norm of what is read; None: there is none.
         qkv: of queries, keys and values, [(H + 2 Hkv) * D, inputs].
         head_norm: weight [H + Hkv, D] and eps [H + Hkv, 1] of the heads of queries and keys; None:
             there is none.
@@ -195,7 +195,7 @@ class LayerWeights:
         heads, kv_heads, size = self.heads, self.kv_heads, self.size
         inputs, hidden, inner = self.qkv.inputs, self.o.outputs, self.down.inputs
         turned = heads + kv_heads
-        expected = [
+        expected: list[tuple[Tensor | None, tuple[int, ...]]] = [
             (self.mlp_norm[0], (hidden,)),
             (self.qkv_bias, (self.qkv.outputs,)),
             (self.o_bias, (hidden,)),
@@ -205,7 +205,8 @@ class LayerWeights:
         if self.input_norm is not None:
             expected.append((self.input_norm[0], (inputs,)))
         if self.head_norm is not None:
-            expected += zip(self.head_norm, ((turned, size), (turned, 1)), strict=True)
+            weight, eps = self.head_norm
+            expected += [(weight, (turned, size)), (eps, (turned, 1))]
         fits = (
             kv_heads > 0
             and heads % kv_heads == 0

@@ -29,6 +29,7 @@ from specplug.model.layer_fusion import (
     fuse_layers,
     number_and_head_dim,
 )
+from specplug.model.quantization import is_plain_linear
 from specplug.speculative.paged_plan import PagedPlan
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
@@ -158,23 +159,29 @@ class CPULayer(FusedLayer):
         """Run the layer with all but its attention by kernels, with cos and sin [R, 1, D]; None if
         they are not made for these tensors."""
         eps, mlp_eps = self.eps
-        panels = self.weights
+        weights = self.weights
         x = kernels.rms_norm(hidden, self.input_norm[0], eps)
         if x is None:
             return None
-        qkv = _product(x, self.qkv, panels and panels.qkv, self.qkv_bias)
+        qkv = _product(x, self.qkv, None if weights is None else weights.qkv, self.qkv_bias)
         qkv = qkv.view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
         plan, cache = target_pass.plan, target_pass.cache
         keys, values = cache.keys[self.layer], cache.values[self.layer]
         if not kernels.rotate_and_write(qkv, cos, sin, self.head_norm, plan.slots, keys, values):
             return None
         mixed = plan.attend_written(cache, self.layer, qkv[:, : self.heads], self.form)
-        hidden = _product(mixed, self.o, panels and panels.o, hidden)
+        hidden = _product(mixed, self.o, None if weights is None else weights.o, hidden)
         x = kernels.rms_norm(hidden, self.mlp_norm[0], mlp_eps)
         if x is None:
             return None
-        gated = kernels.silu_and_mul(_product(x, gate_up, panels and panels.gate_up))
-        return None if gated is None else _product(gated, self.down, panels and panels.down, hidden)
+        gated = kernels.silu_and_mul(
+            _product(x, gate_up, None if weights is None else weights.gate_up)
+        )
+        return (
+            None
+            if gated is None
+            else _product(gated, self.down, None if weights is None else weights.down, hidden)
+        )
 
     def close(self) -> None:
         """Free the weights."""
@@ -193,6 +200,42 @@ def _product(
         if out is not None:
             return out
     return x.mm(weight) if added is None else torch.addmm(added, x, weight)
+
+
+class CPUHead(nn.Linear):
+    """An LM head whose products the CPU's kernels compute, where they are made for its input."""
+
+    panels: Panels | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[…, K] -> […, N]."""
+        if self.panels is not None:
+            rows = input.reshape(-1, input.shape[-1])
+            logits = self.panels.linear(rows, self.bias)
+            if logits is not None:
+                return logits.view(*input.shape[:-1], self.panels.outputs)
+        return super().forward(input)
+
+    def close(self) -> None:
+        """Free the copy of the weight."""
+        self.panels = None
+
+
+def fuse_cpu_head(model: Any, kernels: CPUKernels) -> CPUHead | None:
+    """Have the kernels compute a model's logits, and return its head; None: it stays, as it is no
+    plain linear one in float32, or the model is too large for weights that are kept twice."""
+    head = model.get_output_embeddings()
+    if not (
+        isinstance(head, nn.Linear)
+        and is_plain_linear(head)
+        and head.weight.dtype is torch.float32
+        and is_kept_twice(model.parameters())
+    ):
+        return None
+    head.__class__ = CPUHead
+    assert isinstance(head, CPUHead)
+    head.panels = kernels.panels(head.weight.data)
+    return head
 
 
 def fuse_cpu_layers(

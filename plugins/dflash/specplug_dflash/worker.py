@@ -16,6 +16,7 @@ from specplug import (
     Runtime,
     StateTensor,
     couple,
+    layers,
     likeliest_tokens,
     likeliest_tree,
     longest_path,
@@ -361,11 +362,7 @@ class DFlashWorker:
         kinds = dict(zip(self._block_masks, plans, strict=True))
         config = self.network.config
         of_layer = [kinds[causal] for causal in config.causal]
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            window = config.windows[layer]
-            return of_layer[layer].attend(self._cache, layer, q, k, v, window=window)
-
+        attend = layers.PagedAttend(self._cache, of_layer, config.windows)
         embeds = self._embed(block.flatten())
         hidden: Tensor = self.network(embeds, plans[0].positions, attend, rows)
         normed: Tensor = self.network.norm(hidden)

@@ -28,6 +28,7 @@ from specplug import (
     UsageError,
     chunk_tails,
     couple,
+    layers,
     likeliest_tokens,
     received_state,
     rotate_chunks,
@@ -233,10 +234,7 @@ class MultiLayerEagleWorker:
         runtime, network = self._runtime, self.network
         rotary = network.rotary(plan.positions)
         masked = (plan.positions == 0).unsqueeze(1) if network.config.masks_first else None
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return plan.attend(self._cache, layer, q, k, v)
-
+        attend = layers.PagedAttend(self._cache, plan)
         chain: list[Tensor] = []
         chain_scores: list[Tensor] = []
         for index in range(self._steps):
