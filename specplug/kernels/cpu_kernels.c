@@ -503,6 +503,36 @@ struct pass {
     int64_t mask_batch, mask_rows, span;
 };
 
+/* Find the slots and positions of a pass's rows. floors: by request row, NULL if there are none.
+   given: positions [bs or 1][width], NULL if they are those of the slots.
+   Returns 0, or 2 if an index stands outside: nothing was written. */
+int row_places(const struct pass *pass, const int64_t *floors, const int64_t *given,
+               int64_t given_stride, int64_t width, int64_t last, int64_t *slots,
+               int64_t *positions)
+{
+    const int64_t *first_rows = pass->first_rows, far = (int64_t)1 << 40;
+    if (!are_within(pass->req_indices, pass->bs, pass->table_rows) || first_rows[0] != 0 ||
+        first_rows[pass->bs] != pass->count || pass->table_stride < 1)
+        return 2;
+    for (int64_t b = 0; b < pass->bs; b++) {
+        int64_t own = first_rows[b + 1] - first_rows[b];
+        if (own < 0 || own > width) return 2;
+    }
+    for (int64_t b = 0; b < pass->bs; b++) {
+        int64_t request = pass->req_indices[b], start = pass->starts[b];
+        const int64_t *table = pass->table + request * pass->table_stride;
+        start = start > far ? far : start < -far ? -far : start;
+        for (int64_t r = first_rows[b], i = 0; r < first_rows[b + 1]; r++, i++) {
+            int64_t index = start + pass->offset + i, end = pass->table_stride - 1;
+            slots[r] = table[index < 0 ? 0 : index < end ? index : end];
+            if (floors && index < floors[request]) slots[r] = 0;
+            int64_t place = given ? given[b * given_stride + i] : index < 0 ? 0 : index;
+            positions[r] = place < last ? place : last;
+        }
+    }
+    return 0;
+}
+
 /* Run a layer over rows: input [count][inputs] and residual [count][hidden] to out [count][hidden].
 
    Each part is the function of that name; what they share is that nothing stands between them.
@@ -552,6 +582,45 @@ int decoder_layer(const struct layer *layer, const struct pass *pass, const floa
     }
     free(first);
     return failed;
+}
+
+/* Find each row's greatest logit, the first of equal ones, and the logarithm of its probability;
+   -INFINITY where there is none: of rows with NaN, infinity or no finite logit. A NaN is the
+   greatest. ids: of the columns, NULL for themselves. logs: NULL if they are not wanted. */
+void likeliest(const float *logits, int64_t stride, int64_t rows, int64_t size, const int64_t *ids,
+               int64_t *tokens, float *logs)
+{
+    for (int64_t r = 0; r < rows; r++, logits += stride) {
+        float top = -INFINITY, sum = 0.0f;
+        int64_t best = 0, whole = size / LANES * LANES, undefined = 0;
+        if (whole) {
+            vec most = load(logits);
+            ivec strange = most != most;
+            for (int64_t j = LANES; j < whole; j += LANES) {
+                vec x = load(logits + j);
+                strange |= x != x;
+                most = choose(x > most, x, most);
+            }
+            for (int i = 0; i < LANES; i++) undefined |= strange[i];
+            top = max_of(most);
+        }
+        for (int64_t j = whole; j < size; j++) {
+            undefined |= logits[j] != logits[j];
+            top = logits[j] > top ? logits[j] : top;
+        }
+        if (undefined)
+            while (logits[best] == logits[best]) best++;
+        else
+            while (logits[best] != top) best++;
+        tokens[r] = ids ? ids[best] : best;
+        if (!logs) continue;
+        logs[r] = -INFINITY;
+        if (undefined || top == INFINITY || top == -INFINITY) continue;
+        vec total = all(0.0f);
+        for (int64_t j = 0; j < whole; j += LANES) total += exp_of(load(logits + j) - all(top));
+        for (int64_t j = whole; j < size; j++) sum += expf(logits[j] - top);
+        logs[r] = -logf(sum_of(total) + sum);
+    }
 }
 
 /* Look up how likely scored nodes are to be accepted; given what was accepted, count it.

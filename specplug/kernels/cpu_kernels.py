@@ -272,6 +272,8 @@ class CPUKernels:
         self._score = library.score_nodes
         self._linear = library.linear
         self._layer = library.decoder_layer
+        self._places = library.row_places
+        self._likeliest = library.likeliest
         self._panel_columns: int = library.panel_columns()
 
     def attend(
@@ -527,6 +529,75 @@ class CPUKernels:
         if failed:
             raise IndexError(f"slots of a pass: one stands outside of the {num_slots} of the cache")
         return True
+
+    def row_places(
+        self,
+        rows: CPURows,
+        width: int,
+        last_position: int,
+        floors: Tensor | None,
+        given_positions: Tensor | None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return the slots and positions of a pass's R rows, [R] int64 each, as
+        ``kernels.row_places.row_places`` does, whose arguments these are.
+
+        Returns:
+            None if the kernel is not made for these.
+
+        Raises:
+            IndexError: a request's row, or the rows of a pass, stand outside.
+        """
+        given = given_positions
+        bs = len(rows.starts)
+        if not (
+            rows.in_c is not None
+            and (
+                floors is None
+                or (_is_whole(floors, torch.int64) and len(floors) >= len(rows.table))
+            )
+            and (
+                given is None
+                or (_is_whole(given, torch.int64) and given.shape in ((1, width), (bs, width)))
+            )
+        ):
+            return None
+        slots, positions = torch.empty(2, rows.count, dtype=torch.int64, device=_CPU)
+        stride = 0 if given is None or len(given) == 1 else width
+        failed = self._places(
+            ctypes.byref(rows.in_c), _address(floors), _address(given), stride, width,
+            last_position, slots.data_ptr(), positions.data_ptr(),
+        )  # fmt: skip
+        if failed:
+            raise IndexError(
+                f"req_indices or the rows of a pass: one stands outside of {len(rows.table)} rows "
+                f"of the table, or of {rows.count} rows"
+            )
+        return slots, positions
+
+    def likeliest(
+        self, logits: Tensor, ids: Tensor | None = None, *, scored: bool = True
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return each row's likeliest token and the logarithm of its probability, as
+        ``kernels.argmax.likeliest_tokens`` does, whose arguments these are.
+
+        Args:
+            scored: whether the second is wanted; else it is anything.
+
+        Returns:
+            None if the kernel is not made for these: not float32 on the CPU.
+        """
+        if not (_is_floats(logits) and logits.dim() == 2 and logits.stride(1) == 1):
+            return None
+        rows, size = logits.shape
+        if size < 1 or not (ids is None or (_is_whole(ids, torch.int64) and ids.shape == (size,))):
+            return None
+        tokens = torch.empty(rows, dtype=torch.int64, device=_CPU)
+        logs = torch.empty(rows, dtype=torch.float32, device=_CPU)
+        self._likeliest(
+            logits.data_ptr(), logits.stride(0), rows, size, _address(ids), tokens.data_ptr(),
+            logs.data_ptr() if scored else None,
+        )  # fmt: skip
+        return tokens, logs
 
     def silu_and_mul(self, both: Tensor) -> Tensor | None:
         """Compute ``silu(gate) * up`` of rows that hold both, [R, 2 * size] to [R, size].

@@ -58,6 +58,10 @@ _SIGNATURES: dict[str, list[Any]] = {
         _POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _POINTER, _POINTER,
         _POINTER, _INT, _INT, _FLOAT, _POINTER,
     ],
+    "row_places": [
+        _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _POINTER, _POINTER,
+    ],
+    "likeliest": [_POINTER, _INT, _INT, _INT, _POINTER, _POINTER, _POINTER],
     "score_nodes": [
         _POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT, _INT,
         _FLOAT, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER,
@@ -130,6 +134,9 @@ def _try_all(library: ctypes.CDLL) -> None:
         *(ctypes.byref(layer), ctypes.byref(rows), out, width, out, width, cos, cos, slots),
         *(keys, values, length, 0, 0.1, floats(length * width)),
     )
+    places = ints(*slots), ints(*slots)
+    library.row_places(ctypes.byref(rows), None, None, 0, length, length, *places)
+    library.likeliest(keys, width, length, width, None, places[0], out)
     cells = ints(*(0,) * 4)
     library.score_nodes(
         *(floats(2), None, None, 1, 2, ints(1), ints(0, 0), 2, floats(1), 2, 2, -1e4, floats(4), 4),

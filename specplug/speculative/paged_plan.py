@@ -194,10 +194,24 @@ class PagedPlan:
         )
 
     @cached_property
+    def _places_in_c(self) -> tuple[Tensor, Tensor] | None:
+        """Slots and positions, by one kernel in C; None: torch computes them."""
+        requests, rows = self.requests, self.rows_in_c
+        if requests.cpu_kernels is None or rows is None:
+            return None
+        assert self.offset >= 0 or requests.floors is not None
+        floors = requests.floors if self.offset < 0 else None
+        return requests.cpu_kernels.row_places(
+            rows, self.width, requests.last_position, floors, self.given_positions
+        )
+
+    @cached_property
     def slots(self) -> Tensor:
         """[R] int64, where each row's key and value go."""
         if self.requests.kernels is not None:
             return self._places[0]
+        if self._places_in_c is not None:
+            return self._places_in_c[0]
         index, table = self._index, self.requests.slots
         row = self.req_indices.unsqueeze(1)
         # Padding of a request stands after its last slot, or before its first one.
@@ -219,6 +233,8 @@ class PagedPlan:
         """[R] int64."""
         if self.requests.kernels is not None:
             return self._places[1]
+        if self._places_in_c is not None:
+            return self._places_in_c[1]
         return self._flat(self._positions).clamp(max=self.requests.last_position)
 
     @property
