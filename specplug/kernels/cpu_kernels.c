@@ -29,6 +29,8 @@
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 typedef float oct __attribute__((vector_size(32)));
 typedef int32_t ioct __attribute__((vector_size(32)));
 
@@ -377,36 +379,50 @@ void rms_norm(const float *x, int64_t stride, const float *weight, float eps, in
     }
 }
 
+/* Numbers of bfloat16 are the upper halves of floats. */
+INLINE vec load_halves(const uint16_t *from)
+{
+    halves h;
+    memcpy(&h, from, sizeof h);
+    return (vec)(__builtin_convertvector(h, uvec) << 16);
+}
+
 /* Products of N rows with a panel [size][PANEL], each summed up in the order of its inputs. */
-#define PRODUCT(N)                                                                            \
-    INLINE void product_##N(const float *x, int64_t stride, const float *panel, int64_t size, \
-                            float *out)                                                       \
-    {                                                                                         \
-        vec left[N], right[N];                                                                \
-        for (int i = 0; i < N; i++) left[i] = right[i] = all(0.0f);                           \
-        for (int64_t k = 0; k < size; k++, panel += PANEL) {                                  \
-            vec a = load(panel), b = load(panel + LANES);                                     \
-            __builtin_prefetch(panel + AHEAD * PANEL);                                        \
-            __builtin_prefetch(panel + AHEAD * PANEL + LANES);                                \
-            for (int i = 0; i < N; i++) {                                                     \
-                left[i] += a * x[i * stride + k];                                             \
-                right[i] += b * x[i * stride + k];                                            \
-            }                                                                                 \
-        }                                                                                     \
-        for (int i = 0; i < N; i++) {                                                         \
-            store(out + i * PANEL, left[i]);                                                  \
-            store(out + i * PANEL + LANES, right[i]);                                         \
-        }                                                                                     \
+#define PRODUCT(N, KIND, LOAD)                                                           \
+    INLINE void product_##N##_##KIND(const float *x, int64_t stride, const KIND *panel,  \
+                                     int64_t size, float *out)                           \
+    {                                                                                    \
+        vec left[N], right[N];                                                           \
+        for (int i = 0; i < N; i++) left[i] = right[i] = all(0.0f);                      \
+        for (int64_t k = 0; k < size; k++, panel += PANEL) {                             \
+            vec a = LOAD(panel), b = LOAD(panel + LANES);                                \
+            __builtin_prefetch(panel + AHEAD * PANEL);                                   \
+            if (sizeof(KIND) == 4) __builtin_prefetch(panel + AHEAD * PANEL + LANES);    \
+            for (int i = 0; i < N; i++) {                                                \
+                left[i] += a * x[i * stride + k];                                        \
+                right[i] += b * x[i * stride + k];                                       \
+            }                                                                            \
+        }                                                                                \
+        for (int i = 0; i < N; i++) {                                                    \
+            store(out + i * PANEL, left[i]);                                             \
+            store(out + i * PANEL + LANES, right[i]);                                    \
+        }                                                                                \
     }
-PRODUCT(1) PRODUCT(2) PRODUCT(3) PRODUCT(4) PRODUCT(5) PRODUCT(6)
+#define PRODUCTS(N) PRODUCT(N, float, load) PRODUCT(N, uint16_t, load_halves)
+PRODUCTS(1) PRODUCTS(2) PRODUCTS(3) PRODUCTS(4) PRODUCTS(5) PRODUCTS(6)
 #if LANES == 16
-PRODUCT(7) PRODUCT(8) PRODUCT(9) PRODUCT(10) PRODUCT(11) PRODUCT(12)
+PRODUCTS(7) PRODUCTS(8) PRODUCTS(9) PRODUCTS(10) PRODUCTS(11) PRODUCTS(12)
 #endif
 
-INLINE void product(int64_t n, const float *x, int64_t stride, const float *panel, int64_t size,
-                    float *out)
+/* Multiply at most SHARING rows; half: whether the panel is of bfloat16, not of float. */
+INLINE void product(int64_t n, const float *x, int64_t stride, const void *panel, int half,
+                    int64_t size, float *out)
 {
-#define PRODUCT_OF(N) case N: product_##N(x, stride, panel, size, out); break;
+#define PRODUCT_OF(N)                                                \
+    case N:                                                          \
+        if (half) product_##N##_uint16_t(x, stride, panel, size, out); \
+        else product_##N##_float(x, stride, panel, size, out);       \
+        break;
     switch (n) {
         PRODUCT_OF(1) PRODUCT_OF(2) PRODUCT_OF(3) PRODUCT_OF(4) PRODUCT_OF(5) PRODUCT_OF(6)
 #if LANES == 16
@@ -420,18 +436,27 @@ int64_t panel_columns(void) { return PANEL; }
 
 /* residual + (x @ weight.T + bias) of rows [rows][size], to [rows][outputs].
 
-   panels: of the weight, [outputs / PANEL, rounded up][size][PANEL]. bias, residual: NULL for
-   none. Weights are read once, in their order in memory, whatever the number of rows. */
-void linear(const float *x, int64_t stride, const float *panels, const float *bias,
+   panels: of the weight, [outputs / PANEL, rounded up][size][PANEL], of float or, if half is not
+   0, of bfloat16. bias, residual: NULL for none. Weights are read once, in their order in memory,
+   whatever the number of rows. */
+void linear(const float *x, int64_t stride, const void *panels, int64_t half, const float *bias,
             const float *residual, int64_t residual_stride, int64_t rows, int64_t size,
             int64_t outputs, float *out)
 {
-    float sums[SHARING * PANEL];
-    for (int64_t c = 0; c < outputs; c += PANEL, panels += size * PANEL) {
+    float sums[SHARING * PANEL], *whole = NULL;
+    const char *next = panels;
+    int64_t numbers = size * PANEL, bytes = numbers * (half ? 2 : 4);
+    /* Many rows have a panel made float first: it is read for each SHARING of them. */
+    if (half && rows > 4 * SHARING) whole = aligned_alloc(64, (size_t)numbers * sizeof(float));
+    for (int64_t c = 0; c < outputs; c += PANEL, next += bytes) {
+        const void *panel = next;
+        for (int64_t i = 0; whole && i < numbers; i += LANES)
+            store(whole + i, load_halves((const uint16_t *)next + i));
+        if (whole) panel = whole;
         int64_t columns = outputs - c < PANEL ? outputs - c : PANEL;
         for (int64_t r = 0; r < rows; r += SHARING) {
             int64_t n = rows - r < SHARING ? rows - r : SHARING;
-            product(n, x + r * stride, stride, panels, size, sums);
+            product(n, x + r * stride, stride, panel, half && !whole, size, sums);
             for (int64_t i = 0; i < n; i++) {
                 float *sum = sums + i * PANEL;
                 for (int64_t j = 0; bias && j < columns; j++) sum[j] += bias[c + j];
@@ -441,6 +466,7 @@ void linear(const float *x, int64_t stride, const float *panels, const float *bi
             }
         }
     }
+    free(whole);
 }
 
 /* Norm the heads of queries and keys if there are weights, turn them in place, and write keys and
@@ -489,8 +515,10 @@ void silu_and_mul(const float *both, int64_t rows, int64_t size, float *out)
 /* A decoder layer of the Llama kind: its weights, and its sizes. input_norm, head_norm with head_eps
    and the biases are NULL where there is none. */
 struct layer {
-    const float *input_norm, *qkv, *qkv_bias, *head_norm, *head_eps, *o, *o_bias, *mlp_norm,
-        *gate_up, *gate_up_bias, *down, *down_bias;
+    const void *qkv, *o, *gate_up, *down;
+    const float *input_norm, *qkv_bias, *head_norm, *head_eps, *o_bias, *mlp_norm, *gate_up_bias,
+        *down_bias;
+    int64_t qkv_half, o_half, gate_up_half, down_half;
     int64_t inputs, hidden, inner, heads, kv_heads, size;
     float input_eps, mlp_eps;
 };
@@ -559,8 +587,8 @@ int decoder_layer(const struct layer *layer, const struct pass *pass, const floa
         input = first;
         input_stride = layer->inputs;
     }
-    linear(input, input_stride, layer->qkv, layer->qkv_bias, NULL, 0, rows, layer->inputs, qkv,
-           second);
+    linear(input, input_stride, layer->qkv, layer->qkv_half, layer->qkv_bias, NULL, 0, rows,
+           layer->inputs, qkv, second);
     int failed = rotate_and_write(second, cos, sin, layer->head_norm, layer->head_eps, slots, rows,
                                   layer->heads, layer->kv_heads, layer->size, keys, values,
                                   num_slots);
@@ -571,14 +599,14 @@ int decoder_layer(const struct layer *layer, const struct pass *pass, const floa
                                  window, pass->mask, pass->mask_batch, pass->mask_rows, pass->span,
                                  layer->heads, layer->kv_heads, layer->size, scale, first);
     if (!failed) {
-        linear(first, mixed, layer->o, layer->o_bias, residual, residual_stride, rows, mixed,
-               hidden, sums);
+        linear(first, mixed, layer->o, layer->o_half, layer->o_bias, residual, residual_stride,
+               rows, mixed, hidden, sums);
         rms_norm(sums, hidden, layer->mlp_norm, layer->mlp_eps, rows, hidden, first, hidden);
-        linear(first, hidden, layer->gate_up, layer->gate_up_bias, NULL, 0, rows, hidden,
-               2 * inner, second);
+        linear(first, hidden, layer->gate_up, layer->gate_up_half, layer->gate_up_bias, NULL, 0,
+               rows, hidden, 2 * inner, second);
         silu_and_mul(second, rows, inner, gated);
-        linear(gated, inner, layer->down, layer->down_bias, sums, hidden, rows, inner, hidden,
-               out);
+        linear(gated, inner, layer->down, layer->down_half, layer->down_bias, sums, hidden, rows,
+               inner, hidden, out);
     }
     free(first);
     return failed;

@@ -134,15 +134,22 @@ class Panels:
 
     Attributes:
         kernels: compute the products.
-        columns: [N / C, rounded up; K; C] float32: C columns of the product stand together, as
-            many as the kernels say. What is after the last is zero.
+        columns: [N / C, rounded up; K; C]: C columns of the product stand together, as many as the
+            kernels say. What is after the last is zero. In bfloat16 if that changes no number, as
+            of most checkpoints: a few rows take as long as the weights are read. Else float32.
         outputs, inputs: N and K.
+        half: whether it is bfloat16.
     """
 
     kernels: CPUKernels
     columns: Tensor
     outputs: int
     inputs: int
+    half: bool = attrs.field(init=False)
+
+    @half.default
+    def _find_half(self) -> bool:
+        return self.columns.dtype is torch.bfloat16
 
     def linear(
         self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
@@ -225,13 +232,17 @@ class LayerWeights:
             return None
         made = cpu_library.Layer(
             qkv=self.qkv.columns.data_ptr(),
+            qkv_half=self.qkv.half,
             qkv_bias=_address(self.qkv_bias),
             o=self.o.columns.data_ptr(),
+            o_half=self.o.half,
             o_bias=_address(self.o_bias),
             mlp_norm=self.mlp_norm[0].data_ptr(),
             gate_up=self.gate_up.columns.data_ptr(),
+            gate_up_half=self.gate_up.half,
             gate_up_bias=_address(self.gate_up_bias),
             down=self.down.columns.data_ptr(),
+            down_half=self.down.half,
             down_bias=_address(self.down_bias),
             inputs=inputs,
             hidden=hidden,
@@ -412,6 +423,8 @@ class CPUKernels:
         padded = torch.zeros(shape, dtype=torch.float32, device=_CPU)
         padded[:outputs] = weight
         columns = padded.view(count, self._panel_columns, inputs).transpose(1, 2).contiguous()
+        half = columns.bfloat16()
+        columns = half if torch.equal(half.float(), columns) else columns
         return Panels(self, columns, outputs, inputs)
 
     def linear(
@@ -449,7 +462,7 @@ class CPUKernels:
             of_residual = residual.data_ptr(), residual.stride(0)
         out = torch.empty(rows, outputs, dtype=torch.float32, device=_CPU)
         self._linear(
-            x.data_ptr(), x.stride(0), weight.columns.data_ptr(),
+            x.data_ptr(), x.stride(0), weight.columns.data_ptr(), weight.half,
             None if bias is None else bias.data_ptr(), *of_residual, rows, inputs, outputs,
             out.data_ptr(),
         )  # fmt: skip

@@ -18,10 +18,13 @@ class Layer(ctypes.Structure):
 
     _fields_ = [
         *((name, _POINTER) for name in (
-            "input_norm", "qkv", "qkv_bias", "head_norm", "head_eps", "o", "o_bias", "mlp_norm",
-            "gate_up", "gate_up_bias", "down", "down_bias",
+            "qkv", "o", "gate_up", "down", "input_norm", "qkv_bias", "head_norm", "head_eps",
+            "o_bias", "mlp_norm", "gate_up_bias", "down_bias",
         )),
-        *((name, _INT) for name in ("inputs", "hidden", "inner", "heads", "kv_heads", "size")),
+        *((name, _INT) for name in (
+            "qkv_half", "o_half", "gate_up_half", "down_half", "inputs", "hidden", "inner",
+            "heads", "kv_heads", "size",
+        )),
         ("input_eps", _FLOAT),
         ("mlp_eps", _FLOAT),
     ]  # fmt: skip
@@ -52,7 +55,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "silu_and_mul": [_POINTER, _INT, _INT, _POINTER],
     "panel_columns": [],
     "linear": [
-        _POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _INT, _POINTER,
+        _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _INT, _INT, _POINTER,
     ],
     "decoder_layer": [
         _POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _POINTER, _POINTER,
@@ -111,10 +114,11 @@ def _try_all(library: ctypes.CDLL) -> None:
     library.silu_and_mul(floats(length * width), length, width // 2, out)
     columns: int = library.panel_columns()
     panels = floats((3 * width + columns) * width)
-    library.linear(
-        *(keys, width, panels, floats(columns + 1), values, columns + 1),
-        *(length, width, columns + 1, floats(length * (columns + 1))),
-    )
+    for half in (0, 1):
+        library.linear(
+            *(keys, width, panels, half, floats(columns + 1), values, columns + 1),
+            *(length, width, columns + 1, floats(length * (columns + 1))),
+        )
     norm, starts, first_rows = floats(width), ints(0), ints(0, length)
 
     def address(of: Any) -> int:

@@ -252,13 +252,16 @@ def test_gate_is_torchs(cpu_kernels: CPUKernels, size: int) -> None:
         assert cpu_kernels.silu_and_mul(other) is None
 
 
+@pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("shape", [(1, 5), (40, 16), (64, 96), (70, 33)])
-def test_products_are_torchs(cpu_kernels: CPUKernels, shape: tuple[int, int]) -> None:
+def test_products_are_torchs(cpu_kernels: CPUKernels, shape: tuple[int, int], half: bool) -> None:
     outputs, inputs = shape
     wide, weight = torch.randn(29, 2 * inputs), torch.randn(outputs, inputs)
+    weight = weight.bfloat16().float() if half else weight
     x, bias = wide[:, :inputs], torch.randn(outputs)
     residual = torch.randn(29, outputs + 3)[:, :outputs]
     panels = cpu_kernels.panels(weight)
+    assert panels.half == half
     for own_bias, own_residual in ((None, None), (bias, None), (None, residual), (bias, residual)):
         expected = F.linear(x, weight, own_bias)
         expected = expected if own_residual is None else expected + own_residual
@@ -266,13 +269,22 @@ def test_products_are_torchs(cpu_kernels: CPUKernels, shape: tuple[int, int]) ->
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_product_of_a_row_is_its_own(cpu_kernels: CPUKernels) -> None:
-    """From one row to more than share a reading of the weights, twice."""
-    x, residual = torch.randn(27, 37), torch.randn(27, 45)
-    panels, bias = cpu_kernels.panels(torch.randn(45, 37)), torch.randn(45)
+@pytest.mark.parametrize("half", [False, True])
+def test_product_of_a_row_is_its_own(cpu_kernels: CPUKernels, half: bool) -> None:
+    """From one row to more than have the weights made float first; and it is the same whether these
+    are bfloat16 or float32 of the same value."""
+    x, residual = torch.randn(53, 37), torch.randn(53, 45)
+    weight, bias = torch.randn(45, 37).bfloat16().float(), torch.randn(45)
+    panels = cpu_kernels.panels(weight)
+    if not half:
+        panels = attrs.evolve(panels, columns=panels.columns.float())
+    assert panels.half == half
+    exact = cpu_kernels.linear(x, cpu_kernels.panels(weight), bias, residual)
     whole = cpu_kernels.linear(x, panels, bias, residual)
     assert whole is not None
-    for rows in range(1, 27):
+    assert exact is not None
+    assert torch.equal(whole, exact)
+    for rows in range(1, 53):
         first = cpu_kernels.linear(x[:rows], panels, bias, residual[:rows])
         last = cpu_kernels.linear(x[-rows:], panels, bias, residual[-rows:])
         assert first is not None
