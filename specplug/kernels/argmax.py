@@ -75,11 +75,11 @@ class LikeliestTokens:
 
     def __call__(self, logits: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return what ``likeliest_tokens`` does."""
-        if self._in_c is not None:
-            _check("likeliest_tokens", "logits", logits, ids)
+        found = None
+        if self._in_c is not None and isinstance(logits, Tensor):
             found = self._in_c.likeliest(logits, ids)
-            if found is not None:
-                return found
+        if found is not None:
+            return found
         return likeliest_tokens(logits, ids)
 
 

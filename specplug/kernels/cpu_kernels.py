@@ -64,12 +64,15 @@ class CPURows:
 
     @is_readable.default
     def _find_readable(self) -> bool:
-        indices = self.table, self.req_indices, self.starts, self.first_rows
-        bs, mask = self.starts.numel(), self.mask
+        starts, mask = self.starts, self.mask
+        bs = starts.numel()
         return (
-            all(_is_whole(each, torch.int64) for each in indices)
+            _is_whole(self.table, torch.int64)
+            and _is_whole(self.req_indices, torch.int64)
+            and _is_whole(starts, torch.int64)
+            and _is_whole(self.first_rows, torch.int64)
             and self.table.dim() == 2
-            and self.req_indices.shape == self.starts.shape == (bs,)
+            and self.req_indices.shape == starts.shape == (bs,)
             and self.first_rows.shape == (bs + 1,)
             and (mask is None or (_is_whole(mask, torch.bool) and mask.shape[:-2] in ((1,), (bs,))))
         )
@@ -78,17 +81,12 @@ class CPURows:
     def _make_in_c(self) -> cpu_library.Pass | None:
         if not self.is_readable:
             return None
-        made = cpu_library.Pass(
-            table=self.table.data_ptr(),
-            req_indices=self.req_indices.data_ptr(),
-            starts=self.starts.data_ptr(),
-            first_rows=self.first_rows.data_ptr(),
-            table_rows=self.table.shape[0],
-            table_stride=self.table.shape[1],
-            bs=len(self.starts),
-            count=self.count,
-            offset=self.offset,
-        )
+        table_rows, table_stride = self.table.shape
+        made = cpu_library.Pass(  # by their places: names take twice as long
+            self.table.data_ptr(), self.req_indices.data_ptr(), self.starts.data_ptr(),
+            self.first_rows.data_ptr(), table_rows, table_stride, self.starts.shape[0],
+            self.count, self.offset,
+        )  # fmt: skip
         mask = self.mask
         if mask is not None:
             made.mask = mask.data_ptr()
@@ -394,7 +392,7 @@ class CPUKernels:
         ):
             return None
         count, size, hidden = rows.count, weights.size, weights.o.outputs
-        num_slots = len(keys)
+        num_slots = keys.shape[0]
         if not (
             input.shape == (count, weights.qkv.inputs)
             and input.stride(1) == 1
@@ -450,7 +448,7 @@ class CPUKernels:
             and (bias is None or (_is_whole(bias) and bias.shape == (outputs,)))
         ):
             return None
-        rows = len(x)
+        rows = x.shape[0]
         of_residual: tuple[int | None, int] = None, 0
         if residual is not None:
             if not (
@@ -468,8 +466,13 @@ class CPUKernels:
         )  # fmt: skip
         return out
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+    ) -> Tensor | None:
         """Compute ``x / sqrt(mean(x * x) + eps) * weight``, [R, size] to [R, size].
+
+        Args:
+            out: where it is written, such as columns of a wider tensor; None: to a new one.
 
         Returns:
             None if the kernel is not made for these: not float32 on the CPU, other axes or sizes.
@@ -480,13 +483,16 @@ class CPUKernels:
             and x.dim() == 2
             and weight.shape == x.shape[1:]
             and x.stride(1) == 1
+            and (out is None or (_is_floats(out) and out.shape == x.shape and out.stride(1) == 1))
         ):
             return None
         rows, size = x.shape
-        out = torch.empty(rows, size, dtype=torch.float32, device=_CPU)
+        if out is None:
+            out = torch.empty(rows, size, dtype=torch.float32, device=_CPU)
         self._norm(
-            x.data_ptr(), x.stride(0), weight.data_ptr(), eps, rows, size, out.data_ptr(), size
-        )
+            x.data_ptr(), x.stride(0), weight.data_ptr(), eps, rows, size, out.data_ptr(),
+            out.stride(0),
+        )  # fmt: skip
         return out
 
     def rotate_and_write(
@@ -561,12 +567,12 @@ class CPUKernels:
             IndexError: a request's row, or the rows of a pass, stand outside.
         """
         given = given_positions
-        bs = len(rows.starts)
+        bs = rows.starts.shape[0]
         if not (
             rows.in_c is not None
             and (
                 floors is None
-                or (_is_whole(floors, torch.int64) and len(floors) >= len(rows.table))
+                or (_is_whole(floors, torch.int64) and floors.shape >= rows.table.shape[:1])
             )
             and (
                 given is None

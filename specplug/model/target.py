@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -151,13 +152,13 @@ class Target:
         elif self.row_invariance == "on":
             self.row_invariance = "on, not proved: skip_model_check"
 
-    @property
+    @cached_property
     def embed_tokens(self) -> nn.Module:
         """The input embedding."""
         module: nn.Module = self.model.get_input_embeddings()
         return module
 
-    @property
+    @cached_property
     def lm_head(self) -> nn.Module:
         """The output head."""
         module: nn.Module = self.model.get_output_embeddings()

@@ -127,13 +127,28 @@ def joined_norms(*parts: tuple[RMSNorm, Tensor]) -> Tensor:
     """Norm several inputs and join them: norms and their inputs [R, size] to [R, sum of sizes]."""
     inputs = [x for _, x in parts]
     if not has_kernels(inputs[0]):
-        return torch.cat([norm(x) for norm, x in parts], dim=-1)
+        joined = _joined_in_c(parts)
+        if joined is None:
+            joined = torch.cat([norm(x) for norm, x in parts], dim=-1)
+        return joined
     from specplug.kernels.rms_norm import rms_norm
 
     sizes = [x.shape[1] for x in inputs]
     joint = inputs[0].new_empty(len(inputs[0]), sum(sizes))
     for (norm, x), out in zip(parts, torch.split(joint, sizes, dim=1), strict=True):
         rms_norm(x, norm.weight, norm.eps, out=out)
+    return joint
+
+
+def _joined_in_c(parts: Sequence[tuple[RMSNorm, Tensor]]) -> Tensor | None:
+    """Compute ``joined_norms`` by the CPU's kernels; None if they are not made for these."""
+    if parts[0][0]._kernels is None:
+        return None
+    sizes = [x.shape[-1] for _, x in parts]
+    joint = torch.empty(len(parts[0][1]), sum(sizes), dtype=torch.float32, device="cpu")
+    for (norm, x), out in zip(parts, torch.split(joint, sizes, dim=1), strict=True):
+        if norm._kernels is None or norm._kernels.rms_norm(x, norm.weight, norm.eps, out) is None:
+            return None
     return joint
 
 

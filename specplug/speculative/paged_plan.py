@@ -7,7 +7,7 @@ be viewed as [slots, Hkv, D] a layer; ``RequestSlots`` is all that it needs to k
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -288,7 +288,7 @@ class PagedPlan:
     def _cpu_rows(self) -> CPURows:
         """What the CPU's kernels read."""
         if self.padding is None:
-            first_rows = torch.arange(self.bs + 1, device="cpu") * self.width
+            first_rows = _first_rows(self.req_indices.shape[0], self.width)
         elif self.padding.widths is None:
             first_rows = self.padding.first_rows(self.bs, self.width)
         else:
@@ -424,6 +424,12 @@ class PagedPlan:
         if window is not None:
             visible = visible & (query.unsqueeze(-1) - depth < window)
         return visible
+
+
+@lru_cache(maxsize=256)
+def _first_rows(bs: int, width: int) -> Tensor:
+    """Return the first row of each request, [bs + 1] int64, and after the last their number."""
+    return torch.arange(bs + 1, dtype=torch.int64, device="cpu") * width
 
 
 def _write(
