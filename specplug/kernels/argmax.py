@@ -63,8 +63,9 @@ def likeliest_tokens(logits: Tensor, ids: Tensor | None = None) -> tuple[Tensor,
 
 
 class LikeliestTokens:
-    """``likeliest_tokens`` with the kernels of the run that starts in this thread, those in C too:
-    make it in ``create_worker``.
+    """Finds likeliest tokens as ``likeliest_tokens`` does, by the run's kernels in C too.
+
+    Make it in ``create_worker``: it takes the kernels of the run that starts in this thread.
 
     Args:
         device: of the logits.
