@@ -243,6 +243,19 @@ def test_paged_attend_takes_a_plan_for_all_layers() -> None:
     assert packed_layer(None)._weights is None
 
 
+def test_joined_norms_in_c_are_those_of_each(cpu_kernels: CPUKernels) -> None:
+    norms = [layers.RMSNorm(H, 1e-5), layers.RMSNorm(2 * H, 1e-6)]
+    inputs = [torch.randn(ROWS, 3 * H)[:, :H], torch.randn(ROWS, 2 * H)]
+    for norm in norms:
+        fill(norm)
+    expected = torch.cat([norm(x) for norm, x in zip(norms, inputs, strict=True)], dim=1)
+    for packed in norms:  # the second has none at first
+        packed.pack()
+        assert packed._kernels is cpu_kernels
+        found = layers.joined_norms(*zip(norms, inputs, strict=True))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_rows_that_the_cpus_kernels_know_not_are_torchs(cpu_kernels: CPUKernels) -> None:
     """Of more axes, and of a layer that was cast after it was packed."""
     plain, layer = packed_layer(None), packed_layer(cpu_kernels)
