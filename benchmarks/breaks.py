@@ -402,8 +402,8 @@ BREAKS = (
     Break(
         "dflash-window",
         "plugins/dflash/specplug_dflash/worker.py",
-        "window = config.windows[layer]\n",
-        "window = None\n",
+        "of_layer, config.windows)\n",
+        "of_layer)\n",
         ("plugins/dflash/tests",),
     ),
     Break(

@@ -1,6 +1,7 @@
-"""What the CPU's own kernels gain over torch: attention, a layer, and whole runs.
+"""What the CPU's own kernels gain over torch: attention, products, a layer, and whole runs.
 
-    OMP_NUM_THREADS=1 python benchmarks/cpu_kernels.py [--parts attention layer run] [--rounds N]
+    OMP_NUM_THREADS=1 python benchmarks/cpu_kernels.py [--parts attention products layer run]
+        [--rounds N]
 
 As on a processor without AVX-512 where there is one with it:
 
@@ -12,6 +13,8 @@ shared: medians over the rounds, in milliseconds. Below 1 the kernels are faster
 
 attention   ``PagedPlan.attend`` over a pool of slots at random: requests x rows over a context, and
             prompts
+products    those of a few decoder layers, weights out of a near cache: as the kernels keep weights
+            of float32, and of bfloat16, beside torch's of weights that are stored transposed
 layer       a decoder layer with what surrounds it, random weights, a context of 300
 run         the default model: a prompt and its first token, a token alone and of 12 together,
             plainly and by EAGLE3
@@ -125,6 +128,37 @@ def measure_attention(kernels: CPUKernels, rounds: int) -> None:
             show(f"attention, {shape.name}", what, times, len(pool.cache.keys))
 
 
+def measure_products(kernels: CPUKernels, rounds: int) -> None:
+    """Compare products: the 4 of each layer of a model."""
+    for shape, count in zip(SHAPES, (24, 3), strict=True):
+        heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        mixed = shape.heads * shape.head_dim
+        sizes = (
+            (heads, shape.hidden),
+            (shape.hidden, mixed),
+            (2 * shape.inner, shape.hidden),
+            (shape.hidden, shape.inner),
+        )
+        for dtype in (torch.float32, torch.bfloat16):
+            weights = [torch.randn(*size).to(dtype).float() for size in sizes * count]
+            panels = [kernels.panels(weight) for weight in weights]
+            assert all(each.half == (dtype is torch.bfloat16) for each in panels)
+            transposed = [weight.t().contiguous() for weight in weights]
+            for rows in (1, 4, 8, 16, 64, 512):
+                inputs = [torch.randn(rows, weight.shape[1]) for weight in weights]
+
+                def run(mine: bool) -> None:
+                    for x, ours, own in zip(inputs, panels, transposed, strict=True):  # noqa: B023
+                        if mine:
+                            ours.linear(x)
+                        else:
+                            x.mm(own)
+
+                times = compare(rounds, lambda: run(True), lambda: run(False))
+                kind = str(dtype).removeprefix("torch.")
+                show(f"products, {shape.name}, {kind}", f"{rows} rows", times)
+
+
 def measure_layer(kernels: CPUKernels, rounds: int) -> None:
     """Compare a layer."""
     register()
@@ -199,7 +233,7 @@ def measure_run(rounds: int) -> None:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description="The CPU's kernels beside torch.")
-    parser.add_argument("--parts", nargs="*", default=["attention", "layer", "run"])
+    parser.add_argument("--parts", nargs="*", default=["attention", "products", "layer", "run"])
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -211,6 +245,8 @@ def main() -> None:
     print("| what | | ours, ms | torch, ms | ratio |\n| --- | --- | --- | --- | --- |")
     if "attention" in arguments.parts:
         measure_attention(kernels, arguments.rounds)
+    if "products" in arguments.parts:
+        measure_products(kernels, arguments.rounds)
     if "layer" in arguments.parts:
         measure_layer(kernels, arguments.rounds)
     if "run" in arguments.parts:

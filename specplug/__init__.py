@@ -49,7 +49,7 @@ from specplug.speculative.draft_model_algorithm import DraftModelAlgorithm
 if TYPE_CHECKING:
     from specplug import settings
     from specplug.config import EngineConfig
-    from specplug.kernels.argmax import argmax_rows, likeliest_tokens
+    from specplug.kernels.argmax import LikeliestTokens, argmax_rows, likeliest_tokens
     from specplug.kernels.plugin_library import load_compiled, runs_plugin_kernels
     from specplug.llm import LLM
     from specplug.model.paged_model import PagedModel
@@ -156,6 +156,7 @@ _LAZY = {
     "merge_drafts": "specplug.speculative.draft_joining",
     "argmax_rows": "specplug.kernels.argmax",
     "likeliest_tokens": "specplug.kernels.argmax",
+    "LikeliestTokens": "specplug.kernels.argmax",
     "load_compiled": "specplug.kernels.plugin_library",
     "report_progress": "specplug.startup",
     "runs_plugin_kernels": "specplug.kernels.plugin_library",
@@ -196,6 +197,7 @@ __all__ = [
     "HostPlugin",
     "KVCache",
     "Lattice",
+    "LikeliestTokens",
     "Logprob",
     "MeasuredEngine",
     "PagedModel",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specplug.kernels.kernel_table import Operation, runs_triton
+from specplug.kernels.kernel_table import Operation, kernels_in_c, runs_triton
 
 _LEAST = float("-inf")
 
@@ -60,6 +60,28 @@ def likeliest_tokens(logits: Tensor, ids: Tensor | None = None) -> tuple[Tensor,
     precise = torch.promote_types(logits.dtype, torch.float32)
     logs = logits.log_softmax(-1, dtype=precise).gather(1, best.unsqueeze(1)).squeeze(1)
     return best if ids is None else ids[best], logs.nan_to_num_(nan=_LEAST, neginf=_LEAST)
+
+
+class LikeliestTokens:
+    """Finds likeliest tokens as ``likeliest_tokens`` does, by the run's kernels in C too.
+
+    Make it in ``create_worker``: it takes the kernels of the run that starts in this thread.
+
+    Args:
+        device: of the logits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._in_c = kernels_in_c(Operation.GREATEST, device, torch.float32)
+
+    def __call__(self, logits: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return what ``likeliest_tokens`` does."""
+        found = None
+        if self._in_c is not None and isinstance(logits, Tensor):
+            found = self._in_c.likeliest(logits, ids)
+        if found is not None:
+            return found
+        return likeliest_tokens(logits, ids)
 
 
 def _argmax(scores: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-/* What a decoder layer does around its products on a CPU, in float32, on the calling thread.
+/* What a decoder layer computes on a CPU, in float32, on the calling thread.
 
    A row's bits depend on nothing but the row: every sum runs in an order that follows from the row's
    own keys, whatever rows stand beside it. Compiled by cpu_kernels.py, which says what the
@@ -18,10 +18,19 @@
 #endif
 #define ROWS 16    /* queries that share one reading of a request's keys */
 #define CACHED 65536 /* floats of scores that stay in a cache */
+#define PANEL (2 * LANES) /* columns of a product that stand together in memory */
+#define AHEAD 16   /* rows of a panel that are asked for ahead of their turn */
+#if LANES == 16
+#define SHARING 12 /* rows that share one reading of a panel: their sums fill the registers */
+#else
+#define SHARING 6
+#endif
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 typedef float oct __attribute__((vector_size(32)));
 typedef int32_t ioct __attribute__((vector_size(32)));
 
@@ -370,6 +379,96 @@ void rms_norm(const float *x, int64_t stride, const float *weight, float eps, in
     }
 }
 
+/* Numbers of bfloat16 are the upper halves of floats. */
+INLINE vec load_halves(const uint16_t *from)
+{
+    halves h;
+    memcpy(&h, from, sizeof h);
+    return (vec)(__builtin_convertvector(h, uvec) << 16);
+}
+
+/* Products of N rows with a panel [size][PANEL], each summed up in the order of its inputs. */
+#define PRODUCT(N, KIND, LOAD)                                                           \
+    INLINE void product_##N##_##KIND(const float *x, int64_t stride, const KIND *panel,  \
+                                     int64_t size, float *out)                           \
+    {                                                                                    \
+        vec left[N], right[N];                                                           \
+        for (int i = 0; i < N; i++) left[i] = right[i] = all(0.0f);                      \
+        for (int64_t k = 0; k < size; k++, panel += PANEL) {                             \
+            vec a = LOAD(panel), b = LOAD(panel + LANES);                                \
+            __builtin_prefetch(panel + AHEAD * PANEL);                                   \
+            if (sizeof(KIND) == 4) __builtin_prefetch(panel + AHEAD * PANEL + LANES);    \
+            for (int i = 0; i < N; i++) {                                                \
+                left[i] += a * x[i * stride + k];                                        \
+                right[i] += b * x[i * stride + k];                                       \
+            }                                                                            \
+        }                                                                                \
+        for (int i = 0; i < N; i++) {                                                    \
+            store(out + i * PANEL, left[i]);                                             \
+            store(out + i * PANEL + LANES, right[i]);                                    \
+        }                                                                                \
+    }
+#define PRODUCTS(N) PRODUCT(N, float, load) PRODUCT(N, uint16_t, load_halves)
+PRODUCTS(1) PRODUCTS(2) PRODUCTS(3) PRODUCTS(4) PRODUCTS(5) PRODUCTS(6)
+#if LANES == 16
+PRODUCTS(7) PRODUCTS(8) PRODUCTS(9) PRODUCTS(10) PRODUCTS(11) PRODUCTS(12)
+#endif
+
+/* Multiply at most SHARING rows; half: whether the panel is of bfloat16, not of float. */
+INLINE void product(int64_t n, const float *x, int64_t stride, const void *panel, int half,
+                    int64_t size, float *out)
+{
+#define PRODUCT_OF(N)                                                \
+    case N:                                                          \
+        if (half) product_##N##_uint16_t(x, stride, panel, size, out); \
+        else product_##N##_float(x, stride, panel, size, out);       \
+        break;
+    switch (n) {
+        PRODUCT_OF(1) PRODUCT_OF(2) PRODUCT_OF(3) PRODUCT_OF(4) PRODUCT_OF(5) PRODUCT_OF(6)
+#if LANES == 16
+        PRODUCT_OF(7) PRODUCT_OF(8) PRODUCT_OF(9) PRODUCT_OF(10) PRODUCT_OF(11) PRODUCT_OF(12)
+#endif
+    }
+}
+
+/* How many columns stand together in the panels that linear() reads. */
+int64_t panel_columns(void) { return PANEL; }
+
+/* residual + (x @ weight.T + bias) of rows [rows][size], to [rows][outputs].
+
+   panels: of the weight, [outputs / PANEL, rounded up][size][PANEL], of float or, if half is not
+   0, of bfloat16. bias, residual: NULL for none. Weights are read once, in their order in memory,
+   whatever the number of rows. */
+void linear(const float *x, int64_t stride, const void *panels, int64_t half, const float *bias,
+            const float *residual, int64_t residual_stride, int64_t rows, int64_t size,
+            int64_t outputs, float *out)
+{
+    float sums[SHARING * PANEL], *whole = NULL;
+    const char *next = panels;
+    int64_t numbers = size * PANEL, bytes = numbers * (half ? 2 : 4);
+    /* Many rows have a panel made float first: it is read for each SHARING of them. */
+    if (half && rows > 4 * SHARING) whole = aligned_alloc(64, (size_t)numbers * sizeof(float));
+    for (int64_t c = 0; c < outputs; c += PANEL, next += bytes) {
+        const void *panel = next;
+        for (int64_t i = 0; whole && i < numbers; i += LANES)
+            store(whole + i, load_halves((const uint16_t *)next + i));
+        if (whole) panel = whole;
+        int64_t columns = outputs - c < PANEL ? outputs - c : PANEL;
+        for (int64_t r = 0; r < rows; r += SHARING) {
+            int64_t n = rows - r < SHARING ? rows - r : SHARING;
+            product(n, x + r * stride, stride, panel, half && !whole, size, sums);
+            for (int64_t i = 0; i < n; i++) {
+                float *sum = sums + i * PANEL;
+                for (int64_t j = 0; bias && j < columns; j++) sum[j] += bias[c + j];
+                const float *own = residual ? residual + (r + i) * residual_stride + c : NULL;
+                for (int64_t j = 0; own && j < columns; j++) sum[j] += own[j];
+                memcpy(out + (r + i) * outputs + c, sum, (size_t)columns * sizeof(float));
+            }
+        }
+    }
+    free(whole);
+}
+
 /* Norm the heads of queries and keys if there are weights, turn them in place, and write keys and
    values to their slots. Returns 0, or 2 if a slot is none: then nothing was written. */
 int rotate_and_write(float *qkv, const float *cos, const float *sin, const float *weights,
@@ -410,6 +509,145 @@ void silu_and_mul(const float *both, int64_t rows, int64_t size, float *out)
             store(out + i, g / (all(1.0f) + exp_of(-low)) * load(both + size + i));
         }
         for (; i < size; i++) out[i] = both[i] / (1.0f + expf(-both[i])) * both[size + i];
+    }
+}
+
+/* A decoder layer of the Llama kind: its weights, and its sizes. input_norm, head_norm with head_eps
+   and the biases are NULL where there is none. */
+struct layer {
+    const void *qkv, *o, *gate_up, *down;
+    const float *input_norm, *qkv_bias, *head_norm, *head_eps, *o_bias, *mlp_norm, *gate_up_bias,
+        *down_bias;
+    int64_t qkv_half, o_half, gate_up_half, down_half;
+    int64_t inputs, hidden, inner, heads, kv_heads, size;
+    float input_eps, mlp_eps;
+};
+
+/* The rows of a pass: what paged_attention() takes of them. */
+struct pass {
+    const int64_t *table, *req_indices, *starts, *first_rows;
+    int64_t table_rows, table_stride, bs, count, offset;
+    const uint8_t *mask;
+    int64_t mask_batch, mask_rows, span;
+};
+
+/* Find the slots and positions of a pass's rows. floors: by request row, NULL if there are none.
+   given: positions [bs or 1][width], NULL if they are those of the slots.
+   Returns 0, or 2 if an index stands outside: nothing was written. */
+int row_places(const struct pass *pass, const int64_t *floors, const int64_t *given,
+               int64_t given_stride, int64_t width, int64_t last, int64_t *slots,
+               int64_t *positions)
+{
+    const int64_t *first_rows = pass->first_rows, far = (int64_t)1 << 40;
+    if (!are_within(pass->req_indices, pass->bs, pass->table_rows) || first_rows[0] != 0 ||
+        first_rows[pass->bs] != pass->count || pass->table_stride < 1)
+        return 2;
+    for (int64_t b = 0; b < pass->bs; b++) {
+        int64_t own = first_rows[b + 1] - first_rows[b];
+        if (own < 0 || own > width) return 2;
+    }
+    for (int64_t b = 0; b < pass->bs; b++) {
+        int64_t request = pass->req_indices[b], start = pass->starts[b];
+        const int64_t *table = pass->table + request * pass->table_stride;
+        start = start > far ? far : start < -far ? -far : start;
+        for (int64_t r = first_rows[b], i = 0; r < first_rows[b + 1]; r++, i++) {
+            int64_t index = start + pass->offset + i, end = pass->table_stride - 1;
+            slots[r] = table[index < 0 ? 0 : index < end ? index : end];
+            if (floors && index < floors[request]) slots[r] = 0;
+            int64_t place = given ? given[b * given_stride + i] : index < 0 ? 0 : index;
+            positions[r] = place < last ? place : last;
+        }
+    }
+    return 0;
+}
+
+/* Run a layer over rows: input [count][inputs] and residual [count][hidden] to out [count][hidden].
+
+   Each part is the function of that name; what they share is that nothing stands between them.
+   Returns 0; 1 if there is no memory; 2 if an index stands outside. */
+int decoder_layer(const struct layer *layer, const struct pass *pass, const float *input,
+                  int64_t input_stride, const float *residual, int64_t residual_stride,
+                  const float *cos, const float *sin, const int64_t *slots, float *keys,
+                  float *values, int64_t num_slots, int64_t window, float scale, float *out)
+{
+    int64_t rows = pass->count, hidden = layer->hidden, inner = layer->inner;
+    int64_t mixed = layer->heads * layer->size;
+    int64_t turned = mixed + layer->kv_heads * layer->size;
+    int64_t qkv = turned + layer->kv_heads * layer->size;
+    int64_t most = layer->inputs > hidden ? layer->inputs : hidden;
+    int64_t narrow = most > mixed ? most : mixed, wide = qkv > 2 * inner ? qkv : 2 * inner;
+    size_t floats = (size_t)(rows * (narrow + wide + hidden + inner));
+    float *first = aligned_alloc(64, (floats + 16) / 16 * 64);
+    if (!first) return 1;
+    float *second = first + rows * narrow, *sums = second + rows * wide;
+    float *gated = sums + rows * hidden;
+    if (layer->input_norm) {
+        rms_norm(input, input_stride, layer->input_norm, layer->input_eps, rows, layer->inputs,
+                 first, layer->inputs);
+        input = first;
+        input_stride = layer->inputs;
+    }
+    linear(input, input_stride, layer->qkv, layer->qkv_half, layer->qkv_bias, NULL, 0, rows,
+           layer->inputs, qkv, second);
+    int failed = rotate_and_write(second, cos, sin, layer->head_norm, layer->head_eps, slots, rows,
+                                  layer->heads, layer->kv_heads, layer->size, keys, values,
+                                  num_slots);
+    if (!failed)
+        failed = paged_attention(second, qkv, keys, values, num_slots, pass->table,
+                                 pass->table_rows, pass->table_stride, pass->req_indices,
+                                 pass->starts, pass->first_rows, pass->bs, rows, pass->offset,
+                                 window, pass->mask, pass->mask_batch, pass->mask_rows, pass->span,
+                                 layer->heads, layer->kv_heads, layer->size, scale, first);
+    if (!failed) {
+        linear(first, mixed, layer->o, layer->o_half, layer->o_bias, residual, residual_stride,
+               rows, mixed, hidden, sums);
+        rms_norm(sums, hidden, layer->mlp_norm, layer->mlp_eps, rows, hidden, first, hidden);
+        linear(first, hidden, layer->gate_up, layer->gate_up_half, layer->gate_up_bias, NULL, 0,
+               rows, hidden, 2 * inner, second);
+        silu_and_mul(second, rows, inner, gated);
+        linear(gated, inner, layer->down, layer->down_half, layer->down_bias, sums, hidden, rows,
+               inner, hidden, out);
+    }
+    free(first);
+    return failed;
+}
+
+/* Find each row's greatest logit, the first of equal ones, and the logarithm of its probability;
+   -INFINITY where there is none: of rows with NaN, infinity or no finite logit. A NaN is the
+   greatest. ids: of the columns, NULL for themselves. logs: NULL if they are not wanted. */
+void likeliest(const float *logits, int64_t stride, int64_t rows, int64_t size, const int64_t *ids,
+               int64_t *tokens, float *logs)
+{
+    for (int64_t r = 0; r < rows; r++, logits += stride) {
+        float top = -INFINITY, sum = 0.0f;
+        int64_t best = 0, whole = size / LANES * LANES, undefined = 0;
+        if (whole) {
+            vec most = load(logits);
+            ivec strange = most != most;
+            for (int64_t j = LANES; j < whole; j += LANES) {
+                vec x = load(logits + j);
+                strange |= x != x;
+                most = choose(x > most, x, most);
+            }
+            for (int i = 0; i < LANES; i++) undefined |= strange[i];
+            top = max_of(most);
+        }
+        for (int64_t j = whole; j < size; j++) {
+            undefined |= logits[j] != logits[j];
+            top = logits[j] > top ? logits[j] : top;
+        }
+        if (undefined)
+            while (logits[best] == logits[best]) best++;
+        else
+            while (logits[best] != top) best++;
+        tokens[r] = ids ? ids[best] : best;
+        if (!logs) continue;
+        logs[r] = -INFINITY;
+        if (undefined || top == INFINITY || top == -INFINITY) continue;
+        vec total = all(0.0f);
+        for (int64_t j = 0; j < whole; j += LANES) total += exp_of(load(logits + j) - all(top));
+        for (int64_t j = whole; j < size; j++) sum += expf(logits[j] - top);
+        logs[r] = -logf(sum_of(total) + sum);
     }
 }
 

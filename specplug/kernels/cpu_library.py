@@ -11,6 +11,36 @@ import sys
 from typing import Any
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class Layer(ctypes.Structure):
+    """``struct layer``: the weights and sizes of a decoder layer."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in (
+            "qkv", "o", "gate_up", "down", "input_norm", "qkv_bias", "head_norm", "head_eps",
+            "o_bias", "mlp_norm", "gate_up_bias", "down_bias",
+        )),
+        *((name, _INT) for name in (
+            "qkv_half", "o_half", "gate_up_half", "down_half", "inputs", "hidden", "inner",
+            "heads", "kv_heads", "size",
+        )),
+        ("input_eps", _FLOAT),
+        ("mlp_eps", _FLOAT),
+    ]  # fmt: skip
+
+
+class Pass(ctypes.Structure):
+    """``struct pass``: the rows of a pass."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("table", "req_indices", "starts", "first_rows")),
+        *((name, _INT) for name in ("table_rows", "table_stride", "bs", "count", "offset")),
+        ("mask", _POINTER),
+        *((name, _INT) for name in ("mask_batch", "mask_rows", "span")),
+    ]
+
+
 _SIGNATURES: dict[str, list[Any]] = {
     "paged_attention": [
         _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER,
@@ -23,6 +53,18 @@ _SIGNATURES: dict[str, list[Any]] = {
         _POINTER, _POINTER, _INT,
     ],
     "silu_and_mul": [_POINTER, _INT, _INT, _POINTER],
+    "panel_columns": [],
+    "linear": [
+        _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _INT, _INT, _POINTER,
+    ],
+    "decoder_layer": [
+        _POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _POINTER, _POINTER,
+        _POINTER, _INT, _INT, _FLOAT, _POINTER,
+    ],
+    "row_places": [
+        _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _POINTER, _POINTER,
+    ],
+    "likeliest": [_POINTER, _INT, _INT, _INT, _POINTER, _POINTER, _POINTER],
     "score_nodes": [
         _POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT, _INT,
         _FLOAT, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER,
@@ -42,6 +84,7 @@ def open_library(path: str) -> ctypes.CDLL:
     library = ctypes.CDLL(path)
     for name, types in _SIGNATURES.items():
         getattr(library, name).argtypes = types
+    library.panel_columns.restype = _INT
     return library
 
 
@@ -69,6 +112,35 @@ def _try_all(library: ctypes.CDLL) -> None:
         length,
     )
     library.silu_and_mul(floats(length * width), length, width // 2, out)
+    columns: int = library.panel_columns()
+    panels = floats((3 * width + columns) * width)
+    for half in (0, 1):
+        library.linear(
+            *(keys, width, panels, half, floats(columns + 1), values, columns + 1),
+            *(length, width, columns + 1, floats(length * (columns + 1))),
+        )
+    norm, starts, first_rows = floats(width), ints(0), ints(0, length)
+
+    def address(of: Any) -> int:
+        return ctypes.addressof(of)
+
+    layer = Layer(
+        input_norm=address(norm), qkv=address(panels), o=address(panels), mlp_norm=address(norm),
+        gate_up=address(panels), down=address(panels), inputs=width, hidden=width, inner=width,
+        heads=heads, kv_heads=heads, size=size,
+    )  # fmt: skip
+    rows = Pass(
+        table=address(slots), req_indices=address(starts), starts=address(starts),
+        first_rows=address(first_rows), table_rows=1, table_stride=length, bs=1, count=length,
+    )  # fmt: skip
+    cos = floats(length * size)
+    library.decoder_layer(
+        *(ctypes.byref(layer), ctypes.byref(rows), out, width, out, width, cos, cos, slots),
+        *(keys, values, length, 0, 0.1, floats(length * width)),
+    )
+    places = ints(*slots), ints(*slots)
+    library.row_places(ctypes.byref(rows), None, None, 0, length, length, *places)
+    library.likeliest(keys, width, length, width, None, places[0], out)
     cells = ints(*(0,) * 4)
     library.score_nodes(
         *(floats(2), None, None, 1, 2, ints(1), ints(0, 0), 2, floats(1), 2, 2, -1e4, floats(4), 4),

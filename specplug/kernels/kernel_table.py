@@ -107,7 +107,7 @@ TABLE = {
     Operation.CAPTURED_ROWS: Kernels(),
     Operation.SAMPLING: Kernels(triton=_SINGLE),
     Operation.NOISE: Kernels(),
-    Operation.GREATEST: Kernels(triton=_SINGLE),
+    Operation.GREATEST: Kernels(triton=_SINGLE, c=(torch.float32,)),
     Operation.TREES: Kernels(),
     Operation.SCORES: Kernels(
         triton=(torch.float32,),

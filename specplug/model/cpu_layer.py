@@ -3,7 +3,8 @@
 A decode step of a small model pays for each call, and for each weight that is read against its
 order. Here queries, keys and values are one product and are rotated together, residuals are added
 by the products, and weights are kept transposed: the product of a few rows is then up to a third
-faster. Where there are ``CPUKernels``, they do all that stands around the products: eight calls.
+faster. Where there are ``CPUKernels``, they compute a layer in one call; of a model whose weights
+are too large to be kept twice, what stands around the products: eight calls.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specplug.kernels.cpu_kernels import CPUKernels
+from specplug.kernels.cpu_kernels import CPUKernels, LayerWeights, Panels, is_kept_twice
 from specplug.model.attention import TargetPass
 from specplug.model.fused_norms import FusedRMSNorm, rms_norm
 from specplug.model.layer_fusion import (
@@ -28,6 +29,8 @@ from specplug.model.layer_fusion import (
     fuse_layers,
     number_and_head_dim,
 )
+from specplug.model.quantization import is_plain_linear
+from specplug.speculative.paged_plan import PagedPlan
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 """The proof computes attention in float32."""
@@ -68,6 +71,8 @@ class CPULayer(FusedLayer):
         turns: of the model.
         kernels: compute what stands around the products, in float32; None: torch does.
         gate_up: both weights in one, for the kernels; None: there are none.
+        weights: copies of all weights, with which the kernels compute the products, too; None:
+            torch does.
         eps: of both norms, for the kernels: a step reads no tensor.
     """
 
@@ -84,6 +89,7 @@ class CPULayer(FusedLayer):
     turns: Turns
     kernels: CPUKernels | None = None
     gate_up: Tensor | None = None
+    weights: LayerWeights | None = None
     eps: tuple[float, float] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -94,7 +100,11 @@ class CPULayer(FusedLayer):
         """[R, H] -> [R, H], with cos and sin [1, R, D]."""
         cos, sin = self.turns(cos, sin)
         if self.kernels is not None and self.gate_up is not None:
-            out = self._run_kernels(self.kernels, self.gate_up, target_pass, hidden, cos, sin)
+            out = None
+            if self.weights is not None:
+                out = self._run_in_one(self.kernels, self.weights, target_pass, hidden, cos, sin)
+            if out is None:
+                out = self._run_kernels(self.kernels, self.gate_up, target_pass, hidden, cos, sin)
             if out is not None:
                 return out
         x = rms_norm(hidden, *self.input_norm)
@@ -117,6 +127,26 @@ class CPULayer(FusedLayer):
         inner = F.silu(x.mm(self.gate), inplace=True).mul_(x.mm(self.up))
         return torch.addmm(hidden, inner, self.down)
 
+    def _run_in_one(
+        self,
+        kernels: CPUKernels,
+        weights: LayerWeights,
+        target_pass: TargetPass,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> Tensor | None:
+        """Run the layer by one kernel, with cos and sin [R, 1, D]; None if it is not made for these
+        tensors, or for this plan."""
+        plan, cache = target_pass.plan, target_pass.cache
+        rows = plan.rows_in_c if isinstance(plan, PagedPlan) else None
+        if rows is None:
+            return None
+        return kernels.decoder_layer(
+            weights, rows, hidden, hidden, cos, sin, plan.slots,
+            cache.keys[self.layer], cache.values[self.layer], self.form,
+        )  # fmt: skip
+
     def _run_kernels(
         self,
         kernels: CPUKernels,
@@ -126,28 +156,86 @@ class CPULayer(FusedLayer):
         cos: Tensor,
         sin: Tensor,
     ) -> Tensor | None:
-        """Run the layer with all but its products by kernels, with cos and sin [R, 1, D]; None if
+        """Run the layer with all but its attention by kernels, with cos and sin [R, 1, D]; None if
         they are not made for these tensors."""
         eps, mlp_eps = self.eps
+        weights = self.weights
         x = kernels.rms_norm(hidden, self.input_norm[0], eps)
         if x is None:
             return None
-        qkv = x.mm(self.qkv) if self.qkv_bias is None else self.qkv_bias.addmm(x, self.qkv)
+        qkv = _product(x, self.qkv, None if weights is None else weights.qkv, self.qkv_bias)
         qkv = qkv.view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
         plan, cache = target_pass.plan, target_pass.cache
         keys, values = cache.keys[self.layer], cache.values[self.layer]
         if not kernels.rotate_and_write(qkv, cos, sin, self.head_norm, plan.slots, keys, values):
             return None
         mixed = plan.attend_written(cache, self.layer, qkv[:, : self.heads], self.form)
-        hidden = torch.addmm(hidden, mixed, self.o)
+        hidden = _product(mixed, self.o, None if weights is None else weights.o, hidden)
         x = kernels.rms_norm(hidden, self.mlp_norm[0], mlp_eps)
-        gated = None if x is None else kernels.silu_and_mul(x.mm(gate_up))
-        return None if gated is None else torch.addmm(hidden, gated, self.down)
+        if x is None:
+            return None
+        gated = kernels.silu_and_mul(
+            _product(x, gate_up, None if weights is None else weights.gate_up)
+        )
+        return (
+            None
+            if gated is None
+            else _product(gated, self.down, None if weights is None else weights.down, hidden)
+        )
 
     def close(self) -> None:
         """Free the weights."""
         self.qkv = self.o = self.gate = self.up = self.down = self.o.new_empty(0)
-        self.gate_up = None
+        self.gate_up = self.weights = None
+
+
+def _product(
+    x: Tensor, weight: Tensor, panels: Panels | None, added: Tensor | None = None
+) -> Tensor:
+    """Compute ``added + x @ weight``: [R, K], and [N] or [R, N]. ``panels`` are of the weight."""
+    if panels is not None:
+        whole = added is not None and added.dim() == 2
+        bias, residual = (None, added) if whole else (added, None)
+        out = panels.linear(x, bias, residual)
+        if out is not None:
+            return out
+    return x.mm(weight) if added is None else torch.addmm(added, x, weight)
+
+
+class CPUHead(nn.Linear):
+    """An LM head whose products the CPU's kernels compute, where they are made for its input."""
+
+    panels: Panels | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[…, K] -> […, N]."""
+        if self.panels is not None:
+            rows = input.reshape(-1, input.shape[-1])
+            logits = self.panels.linear(rows, self.bias)
+            if logits is not None:
+                return logits.view(*input.shape[:-1], self.panels.outputs)
+        return super().forward(input)
+
+    def close(self) -> None:
+        """Free the copy of the weight."""
+        self.panels = None
+
+
+def fuse_cpu_head(model: Any, kernels: CPUKernels) -> CPUHead | None:
+    """Have the kernels compute a model's logits, and return its head; None: it stays, as it is no
+    plain linear one in float32, or the model is too large for weights that are kept twice."""
+    head = model.get_output_embeddings()
+    if not (
+        isinstance(head, nn.Linear)
+        and is_plain_linear(head)
+        and head.weight.dtype is torch.float32
+        and is_kept_twice(model.parameters())
+    ):
+        return None
+    head.__class__ = CPUHead
+    assert isinstance(head, CPUHead)
+    head.panels = kernels.panels(head.weight.data)
+    return head
 
 
 def fuse_cpu_layers(
@@ -162,12 +250,13 @@ def fuse_cpu_layers(
         layers: its decoder layers.
         kernels: for what stands around the products of a model in float32.
     """
-    make = partial(_make, turns=Turns(), kernels=kernels)
+    twice = kernels is not None and is_kept_twice(model.parameters())
+    make = partial(_make, turns=Turns(), kernels=kernels, twice=twice)
     return fuse_layers(model, layers, make, _TOLERANCE)
 
 
 def _make(
-    layer: Any, parts: dict[str, Any], turns: Turns, kernels: CPUKernels | None
+    layer: Any, parts: dict[str, Any], turns: Turns, kernels: CPUKernels | None, twice: bool
 ) -> CPULayer | None:
     """Return the forward of a layer with these parts, before its proof."""
     linears = q, k, v, o, gate, up, down = [parts[path] for path in PROJECTIONS]
@@ -183,12 +272,29 @@ def _make(
     if q.weight.dtype != torch.float32:
         kernels = None
     gate_up = None if kernels is None else _transposed(gate, up)
+    qkv = _transposed(q, k, v)
+    qkv_bias = torch.cat([each.data for each in biases]) if biases else None
+    head_norm = _of_heads(norms[2:], (heads, kv_heads))
+    weights = None
+    if kernels is not None and gate_up is not None and twice:
+        weights = LayerWeights(
+            input_norm=(norms[0].weight.data, norms[0].eps),
+            qkv=kernels.panels(qkv.t()),
+            qkv_bias=qkv_bias,
+            head_norm=head_norm,
+            o=kernels.panels(o.weight.data),
+            mlp_norm=(norms[1].weight.data, norms[1].eps),
+            gate_up=kernels.panels(gate_up.t()),
+            down=kernels.panels(down.weight.data),
+            heads=heads,
+            kv_heads=kv_heads,
+        )
     return CPULayer(
         layer=number,
         input_norm=_of(norms[0]),
         mlp_norm=_of(norms[1]),
-        qkv=_transposed(q, k, v),
-        qkv_bias=torch.cat([each.data for each in biases]) if biases else None,
+        qkv=qkv,
+        qkv_bias=qkv_bias,
         o=_transposed(o),
         gate=_transposed(gate) if gate_up is None else gate.weight.data.t(),
         up=_transposed(up) if gate_up is None else up.weight.data.t(),
@@ -196,10 +302,11 @@ def _make(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        head_norm=_of_heads(norms[2:], (heads, kv_heads)),
+        head_norm=head_norm,
         turns=turns,
         kernels=kernels,
         gate_up=gate_up,
+        weights=weights,
     )
 
 

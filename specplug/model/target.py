@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from specplug.model.checkpoint import (
     weights_fingerprint,
     weights_progress,
 )
-from specplug.model.cpu_layer import fuse_cpu_layers
+from specplug.model.cpu_layer import CPUHead, fuse_cpu_head, fuse_cpu_layers
 from specplug.model.direct_calls import shorten_calls
 from specplug.model.fused_norms import fuse_norms
 from specplug.model.hidden_states import HiddenStateCapture, Point
@@ -140,6 +141,7 @@ class Target:
         self.num_layers = len(self.capture.layers)
         self.draft_ranges: dict[str, LayerRange] = {}
         self._fused_layers: Sequence[FusedLayer] = []
+        self._fused_head: CPUHead | None = None
         if self.kernels is None:
             self.row_invariance = row_invariance_without_kernels(self.dtype, device, row_invariant)
         self._fuse(row_invariant)
@@ -150,13 +152,13 @@ class Target:
         elif self.row_invariance == "on":
             self.row_invariance = "on, not proved: skip_model_check"
 
-    @property
+    @cached_property
     def embed_tokens(self) -> nn.Module:
         """The input embedding."""
         module: nn.Module = self.model.get_input_embeddings()
         return module
 
-    @property
+    @cached_property
     def lm_head(self) -> nn.Module:
         """The output head."""
         module: nn.Module = self.model.get_output_embeddings()
@@ -228,6 +230,8 @@ class Target:
         self.draft_ranges.clear()  # they refer to this object
         for layer in self._fused_layers:
             layer.close()
+        if self._fused_head is not None:
+            self._fused_head.close()
         drop_weights(self.model)
 
     def _load(self, path: str, dtype: torch.dtype | None) -> Any:
@@ -256,6 +260,8 @@ class Target:
             elif self.device.type == "cpu":
                 kernels = kernels_in_c(Operation.LAYERS, self.device, self.dtype)
                 self._fused_layers = fuse_cpu_layers(self.model, layers, kernels)
+                if kernels is not None:
+                    self._fused_head = fuse_cpu_head(self.model, kernels)
                 if self.row_invariance == "on":
                     pair_rows(self.model)
             shorten_calls(self.model, keep=self.capture.hooked)

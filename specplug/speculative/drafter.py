@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specplug.errors import UsageError
-from specplug.kernels.argmax import likeliest_tokens
+from specplug.kernels.argmax import LikeliestTokens
 from specplug.speculative.draft import Draft
 from specplug.speculative.hook_order import Batch
 from specplug.speculative.noise import couple
@@ -80,6 +80,7 @@ class Drafter(ABC):
             )
         self.num_steps = runtime.config.num_steps
         self.num_draft_tokens = runtime.config.num_draft_tokens
+        self._find_likeliest = LikeliestTokens(runtime.device)
         self._itself = torch.eye(self.topk, dtype=torch.bool, device=runtime.device)
         self._order = torch.arange(self.topk, device=runtime.device)
 
@@ -332,7 +333,7 @@ class Drafter(ABC):
     ) -> tuple[Tensor, Tensor]:
         """Return the best token of each row and its log-score, [R] each; the arguments as in
         ``likeliest``."""
-        return likeliest_tokens(self._coupled(batch, logits, *positions), self.token_ids)
+        return self._find_likeliest(self._coupled(batch, logits, *positions), self.token_ids)
 
     def _coupled(self, batch: Batch, logits: Tensor, *positions: Tensor | int) -> Tensor:
         """Return the scores of each row, [R, V_draft]; the arguments as in ``likeliest``."""

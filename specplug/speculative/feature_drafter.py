@@ -18,7 +18,7 @@ from specplug.speculative.draft_state import StateTensor, received_state
 from specplug.speculative.drafter import Drafter, precise
 from specplug.speculative.hook_order import Batch
 from specplug.speculative.host_copy import upload
-from specplug.speculative.layers import Attend
+from specplug.speculative.layers import Attend, PagedAttend
 from specplug.speculative.runtime import AttentionPlan, Runtime
 from specplug.speculative.verify import CommittedOutput
 
@@ -198,10 +198,7 @@ class FeatureDrafter(Drafter):
         return self.logits(following), following
 
     def _pass(self, tokens: Tensor, hidden: Tensor, plan: AttentionPlan) -> Tensor:
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return plan.attend(self._cache, layer, q, k, v)
-
-        return self.forward(tokens, hidden, plan.positions, attend)
+        return self.forward(tokens, hidden, plan.positions, PagedAttend(self._cache, plan))
 
 
 class _Written(Exception):

@@ -11,17 +11,24 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specplug.kernels.cpu_kernels import CPUKernels
+from specplug.kernels.attention_form import kept_form
+from specplug.kernels.cpu_kernels import CPUKernels, LayerWeights, Panels, is_kept_twice
 from specplug.kernels.kernel_table import Operation, kernels_in_c, runs_triton
+from specplug.speculative.paged_plan import PagedKVCache, plan_of
+from specplug.speculative.runtime import AttentionPlan, KVCache
 
 DRAFT_KERNEL_ROWS = 64
 """The most rows of a draft's product that the kernel computes: up to there it is as fast as cuBLAS
 at every shape, and does more in one launch. From there to 128 wide ones are some 8 % slower: a
 target pays that for its bits (``exact_linear.TARGET_KERNEL_ROWS``), a draft has no need to."""
+
+_PANELS = "specplug_panels"
+"""The attribute of a weight that has a copy for the CPU's kernels."""
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``(layer, q [R, H, D], k [R, Hkv, D], v [R, Hkv, D]) -> [R, H * D]``: keeps the keys and values
@@ -38,6 +45,11 @@ def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
     """Compute ``residual + (x @ weight.T + bias)``: [R, K] and [N, K] to [R, N]."""
+    panels = _panels_of(weight)
+    if panels is not None:
+        out = panels.linear(x, bias, residual)
+        if out is not None:
+            return out
     if len(x) <= DRAFT_KERNEL_ROWS and has_kernels(x):
         from specplug.kernels import linear as kernels
 
@@ -46,6 +58,26 @@ def linear(
         return torch.addmm(residual, x, weight.t())
     product = F.linear(x, weight, bias)
     return product if residual is None else residual + product
+
+
+def pack_weights(weights: Sequence[Tensor]) -> None:
+    """Have ``linear`` multiply by the CPU's kernels, for serving, where the table chooses them and
+    the weights are small enough to be kept twice.
+
+    Args:
+        weights: [N, K] each, all of a network. They are not changed after that.
+    """
+    if not is_kept_twice(weights):
+        return
+    for weight in weights:
+        kernels = kernels_in_c(Operation.LAYERS, weight.device, weight.dtype)
+        if kernels is not None:
+            setattr(weight, _PANELS, kernels.panels(weight.detach()))
+
+
+def _panels_of(weight: Tensor) -> Panels | None:
+    panels: Panels | None = getattr(weight, _PANELS, None)
+    return panels
 
 
 class Embedding(nn.Embedding):
@@ -95,13 +127,28 @@ def joined_norms(*parts: tuple[RMSNorm, Tensor]) -> Tensor:
     """Norm several inputs and join them: norms and their inputs [R, size] to [R, sum of sizes]."""
     inputs = [x for _, x in parts]
     if not has_kernels(inputs[0]):
-        return torch.cat([norm(x) for norm, x in parts], dim=-1)
+        joined = _joined_in_c(parts)
+        if joined is None:
+            joined = torch.cat([norm(x) for norm, x in parts], dim=-1)
+        return joined
     from specplug.kernels.rms_norm import rms_norm
 
     sizes = [x.shape[1] for x in inputs]
     joint = inputs[0].new_empty(len(inputs[0]), sum(sizes))
     for (norm, x), out in zip(parts, torch.split(joint, sizes, dim=1), strict=True):
         rms_norm(x, norm.weight, norm.eps, out=out)
+    return joint
+
+
+def _joined_in_c(parts: Sequence[tuple[RMSNorm, Tensor]]) -> Tensor | None:
+    """Compute ``joined_norms`` by the CPU's kernels; None if they are not made for these."""
+    if parts[0][0]._kernels is None:
+        return None
+    sizes = [x.shape[-1] for _, x in parts]
+    joint = torch.empty(len(parts[0][1]), sum(sizes), dtype=torch.float32, device="cpu")
+    for (norm, x), out in zip(parts, torch.split(joint, sizes, dim=1), strict=True):
+        if norm._kernels is None or norm._kernels.rms_norm(x, norm.weight, norm.eps, out) is None:
+            return None
     return joint
 
 
@@ -139,11 +186,16 @@ class QKVProjection(nn.Module):
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=output_bias)
         self.q_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
         self.k_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
-        self._packed: tuple[Tensor, Tensor | None, Tensor | None] | None = None
+        self.packed: tuple[Tensor, Tensor | None, Tensor | None] | None = None
+
+    @property
+    def joined(self) -> tuple[nn.Linear, ...]:
+        """The projections that ``pack`` joins."""
+        return self.q_proj, self.k_proj, self.v_proj
 
     def pack(self) -> None:
         """Join q, k and v into one matrix, for serving (no gradient flows to it)."""
-        parts = self.q_proj, self.k_proj, self.v_proj
+        parts = self.joined
         weight = _joined(parts)
         biased = self.q_proj.bias is not None
         bias = torch.cat([part.bias for part in parts]).detach() if biased else None
@@ -151,12 +203,12 @@ class QKVProjection(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             norms = zip((self.q_norm, self.k_norm), self.heads, strict=True)
             norm = torch.cat([n.weight.expand(count, -1) for n, count in norms]).detach()
-        self._packed = weight, bias, norm
+        self.packed = weight, bias, norm
 
     def qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of [R, input_size], turned by cos and sin [R, 1, D]."""
-        if self._packed is not None:
-            return self._joint_qkv(x, cos, sin, *self._packed)
+        if self.packed is not None:
+            return self._joint_qkv(x, cos, sin, *self.packed)
         parts = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         q, k, v = (part.view(x.shape[0], -1, self.head_dim) for part in parts)
         if self.q_norm is not None:
@@ -216,15 +268,20 @@ class GatedMLP(nn.Module):
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
-        self._packed: tuple[Tensor, Tensor | None] | None = None
+        self.packed: tuple[Tensor, Tensor | None] | None = None
         self._kernels: CPUKernels | None = None
+
+    @property
+    def joined(self) -> tuple[nn.Linear, ...]:
+        """The projections that ``pack`` joins."""
+        return self.gate_proj, self.up_proj
 
     def pack(self) -> None:
         """Join gate and up into one matrix, for serving (no gradient flows to it)."""
-        parts = self.gate_proj, self.up_proj
+        parts = self.joined
         biased = self.gate_proj.bias is not None
         bias = torch.cat([part.bias for part in parts]).detach() if biased else None
-        self._packed = _joined(parts), bias
+        self.packed = _joined(parts), bias
         weight = self.gate_proj.weight
         self._kernels = kernels_in_c(Operation.LAYERS, weight.device, weight.dtype)
 
@@ -239,8 +296,8 @@ class GatedMLP(nn.Module):
             from specplug.kernels.linear import gated_linear
 
             return gated_linear(x.contiguous(), self.gate_proj.weight, self.up_proj.weight)
-        if self._packed is not None:
-            both = F.linear(x, *self._packed)
+        if self.packed is not None:
+            both = linear(x, *self.packed)
             gated = None if self._kernels is None else self._kernels.silu_and_mul(both)
             if gated is not None:
                 return gated
@@ -250,7 +307,130 @@ class GatedMLP(nn.Module):
         return F.silu(gate) * up
 
 
-class DecoderLayer(nn.Module):
+@attrs.frozen(eq=False)
+class PagedAttend:
+    """An ``Attend`` over a draft model's pages. Decoder layers that get it may run as one kernel.
+
+    Attributes:
+        cache: from ``allocate_kv``.
+        plans: of each layer, or one for all.
+        windows: of each layer, as ``AttentionPlan.attend`` takes it; none: no layer has one.
+    """
+
+    cache: KVCache
+    plans: AttentionPlan | Sequence[AttentionPlan]
+    windows: Sequence[int | None] = ()
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write keys and values, then attend."""
+        window = self.windows[layer] if self.windows else None
+        return self._plan(layer).attend(self.cache, layer, q, k, v, window=window)
+
+    def run(
+        self,
+        weights: LayerWeights,
+        layer: int,
+        x: Tensor,
+        residual: Tensor,
+        rotary: tuple[Tensor, Tensor],
+    ) -> Tensor | None:
+        """Run a layer by one kernel; the arguments as in ``DecoderBody.run``. None if there is none
+        for its rows: no plan of ours, or not on this device."""
+        plan = plan_of(self._plan(layer))
+        rows = None if plan is None else plan.rows_in_c
+        if plan is None or rows is None or not isinstance(self.cache, PagedKVCache):
+            return None
+        form = kept_form(weights.size**-0.5, self.windows[layer] if self.windows else None)
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        return weights.qkv.kernels.decoder_layer(
+            weights, rows, x, residual, *rotary, plan.slots, keys, values, form
+        )
+
+    def _plan(self, layer: int) -> AttentionPlan:
+        plans = self.plans
+        return plans[layer] if isinstance(plans, Sequence) else plans
+
+
+class DecoderBody(nn.Module):
+    """A decoder layer's attention and gated feed-forward part. A subclass makes them.
+
+    Attributes:
+        self_attn, mlp, post_attention_layernorm: the parts; the norm is the one before the MLP.
+    """
+
+    self_attn: QKVProjection
+    mlp: GatedMLP
+    post_attention_layernorm: RMSNorm
+    _weights: LayerWeights | None = None
+
+    @property
+    def input_norm(self) -> RMSNorm | None:
+        """The norm of what the attention reads; None: it is read as it is."""
+        return None
+
+    def pack(self) -> None:
+        """Have one kernel run all of it, for serving, if its parts are packed for the CPU."""
+        attention, mlp, norm = self.self_attn, self.mlp, self.post_attention_layernorm
+        if attention.packed is None or mlp.packed is None:
+            return
+        (qkv, qkv_bias, head_norm), (gate_up, gate_up_bias) = attention.packed, mlp.packed
+        o, down = attention.o_proj, mlp.down_proj
+        weights = qkv, o.weight, gate_up, down.weight
+        panels = [found for weight in weights if (found := _panels_of(weight)) is not None]
+        if len(panels) < len(weights):
+            return
+        heads, kv_heads = attention.heads
+        eps = torch.full((heads + kv_heads, 1), attention.norm_eps or 0.0)
+        read = self.input_norm
+        self._weights = LayerWeights(
+            input_norm=None if read is None else (read.weight.detach(), read.eps),
+            qkv=panels[0],
+            qkv_bias=qkv_bias,
+            head_norm=None if head_norm is None else (head_norm, eps),
+            o=panels[1],
+            o_bias=None if o.bias is None else o.bias.detach(),
+            mlp_norm=(norm.weight.detach(), norm.eps),
+            gate_up=panels[2],
+            gate_up_bias=gate_up_bias,
+            down=panels[3],
+            down_bias=None if down.bias is None else down.bias.detach(),
+            heads=heads,
+            kv_heads=kv_heads,
+        )
+
+    def run(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        index: int,
+        attend: Attend,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Add attention and MLP of rows [R, input] to the residual [R, hidden].
+
+        Args:
+            rotary: what ``Rotary`` gives for the rows' positions.
+            index: the layer's number, for ``attend``. All rows leave their keys and values.
+            rows: [n] int64, those that are wanted; None: all.
+
+        Returns:
+            [R, hidden], or [n, hidden].
+        """
+        if self._weights is not None and rows is None and isinstance(attend, PagedAttend):
+            out = attend.run(self._weights, index, x, residual, rotary)
+            if out is not None:
+                return out
+        norm = self.input_norm
+        mixed = attend(index, *self.self_attn.qkv(x if norm is None else norm(x), *rotary))
+        if rows is not None:
+            mixed, residual = mixed[rows], residual[rows]
+        residual = self.self_attn.output(mixed, residual)
+        added: Tensor = self.mlp(self.post_attention_layernorm(residual), residual)
+        return added
+
+
+class DecoderLayer(DecoderBody):
     """A decoder layer of the Llama kind: grouped-query attention and a gated feed-forward layer.
 
     Args:
@@ -291,6 +471,10 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(hidden_size, eps) if input_norm else None
         self.post_attention_layernorm = RMSNorm(hidden_size, eps)
 
+    @property
+    def input_norm(self) -> RMSNorm | None:
+        return self.input_layernorm
+
     def forward(
         self,
         x: Tensor,
@@ -299,19 +483,9 @@ class DecoderLayer(nn.Module):
         attend: Attend,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """[R, hidden] -> [R, hidden], or [n, hidden] if only ``rows`` [n] are wanted.
-
-        Args:
-            rotary: what ``Rotary`` gives for the rows' positions.
-            index: the layer's number, for ``attend``. All rows leave their keys and values.
-        """
-        normed = x if self.input_layernorm is None else self.input_layernorm(x)
-        mixed = attend(index, *self.self_attn.qkv(normed, *rotary))
-        if rows is not None:
-            mixed, x = mixed[rows], x[rows]
-        x = self.self_attn.output(mixed, x)
-        added: Tensor = self.mlp(self.post_attention_layernorm(x), x)
-        return added
+        """[R, hidden] -> [R, hidden], or [n, hidden] if only ``rows`` [n] are wanted; the arguments
+        as in ``run``."""
+        return self.run(x, x, rotary, index, attend, rows)
 
 
 class Rotary(nn.Module):
@@ -446,8 +620,19 @@ def pack(network: nn.Module) -> None:
         if isinstance(module, QKVProjection | GatedMLP | RMSNorm):
             module.pack()
     looked_up = {m.weight for m in network.modules() if isinstance(m, nn.Embedding)}
-    linears = (m for m in network.modules() if isinstance(m, nn.Linear))
-    for each in linears:
-        weight = each.weight
+    linears = [m.weight for m in network.modules() if isinstance(m, nn.Linear)]
+    joined: list[Tensor] = []
+    parts: list[nn.Linear] = []
+    for module in network.modules():
+        if isinstance(module, QKVProjection | GatedMLP):
+            assert module.packed is not None
+            joined.append(module.packed[0])
+            parts += module.joined
+    for weight in linears:
         if weight not in looked_up and weight.is_contiguous():  # the joined ones are not any more
             weight.data = _for_few_rows(weight.data)
+    of_parts = {id(part.weight) for part in parts}
+    pack_weights([*joined, *(weight for weight in linears if id(weight) not in of_parts)])
+    for module in network.modules():
+        if isinstance(module, DecoderBody):
+            module.pack()

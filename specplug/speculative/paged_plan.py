@@ -7,7 +7,7 @@ be viewed as [slots, Hkv, D] a layer; ``RequestSlots`` is all that it needs to k
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -194,10 +194,24 @@ class PagedPlan:
         )
 
     @cached_property
+    def _places_in_c(self) -> tuple[Tensor, Tensor] | None:
+        """Slots and positions, by one kernel in C; None: torch computes them."""
+        requests, rows = self.requests, self.rows_in_c
+        if requests.cpu_kernels is None or rows is None:
+            return None
+        assert self.offset >= 0 or requests.floors is not None
+        floors = requests.floors if self.offset < 0 else None
+        return requests.cpu_kernels.row_places(
+            rows, self.width, requests.last_position, floors, self.given_positions
+        )
+
+    @cached_property
     def slots(self) -> Tensor:
         """[R] int64, where each row's key and value go."""
         if self.requests.kernels is not None:
             return self._places[0]
+        if self._places_in_c is not None:
+            return self._places_in_c[0]
         index, table = self._index, self.requests.slots
         row = self.req_indices.unsqueeze(1)
         # Padding of a request stands after its last slot, or before its first one.
@@ -219,6 +233,8 @@ class PagedPlan:
         """[R] int64."""
         if self.requests.kernels is not None:
             return self._places[1]
+        if self._places_in_c is not None:
+            return self._places_in_c[1]
         return self._flat(self._positions).clamp(max=self.requests.last_position)
 
     @property
@@ -272,7 +288,7 @@ class PagedPlan:
     def _cpu_rows(self) -> CPURows:
         """What the CPU's kernels read."""
         if self.padding is None:
-            first_rows = torch.arange(self.bs + 1, device="cpu") * self.width
+            first_rows = _first_rows(self.req_indices.shape[0], self.width)
         elif self.padding.widths is None:
             first_rows = self.padding.first_rows(self.bs, self.width)
         else:
@@ -286,6 +302,11 @@ class PagedPlan:
             offset=self.offset,
             mask=None if self.mask is None else self.mask.contiguous(),
         )
+
+    @property
+    def rows_in_c(self) -> CPURows | None:
+        """What the CPU's kernels read where they attend; None: they do not."""
+        return None if self.requests.cpu_kernels is None else self._cpu_rows
 
     def attend(
         self,
@@ -403,6 +424,12 @@ class PagedPlan:
         if window is not None:
             visible = visible & (query.unsqueeze(-1) - depth < window)
         return visible
+
+
+@lru_cache(maxsize=256)
+def _first_rows(bs: int, width: int) -> Tensor:
+    """Return the first row of each request, [bs + 1] int64, and after the last their number."""
+    return torch.arange(bs + 1, dtype=torch.int64, device="cpu") * width
 
 
 def _write(

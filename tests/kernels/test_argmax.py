@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specplug.kernels.argmax import argmax_rows, likeliest_tokens
+from specplug.kernels.argmax import LikeliestTokens, argmax_rows, likeliest_tokens
+from specplug.kernels.cpu_kernels import CPUKernels
+from specplug.kernels.kernel_table import c_declined
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
@@ -41,6 +43,34 @@ def test_likeliest_token_has_its_log_probability(dtype: torch.dtype) -> None:
     expected = logits.double().softmax(-1).amax(-1).log()
     expected[1:4] = float("-inf")  # rows without a softmax
     torch.testing.assert_close(scores.double(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("columns", [300, 16, 5])
+def test_likeliest_tokens_in_c_are_torchs(cpu_kernels: CPUKernels, columns: int) -> None:
+    find = LikeliestTokens(torch.device("cpu"))
+    ids = torch.randperm(9999)[:columns]
+    for logits in (_scores(torch.float32)[:, :columns], torch.randn(7, columns) * 90):
+        found, expected = find(logits, ids), likeliest_tokens(logits, ids)
+        assert torch.equal(found[0], expected[0])
+        torch.testing.assert_close(found[1], expected[1], rtol=1e-6, atol=1e-6)
+        in_c = cpu_kernels.likeliest(logits, ids)
+        assert in_c is not None
+        assert torch.equal(in_c[1], found[1])
+        alone = find(logits[3:4])
+        assert torch.equal(alone[1], found[1][3:4])
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+def test_likeliest_tokens_of_other_rows_are_torchs() -> None:
+    logits = torch.randn(4, 40)
+    with c_declined(True):
+        plain = LikeliestTokens(torch.device("cpu"))
+    for find in (plain, LikeliestTokens(torch.device("cpu"))):
+        for other in (logits.double(), logits.t(), logits[:0], logits.bfloat16()):
+            for found, expected in zip(find(other), likeliest_tokens(other), strict=True):
+                assert torch.equal(found, expected)
+        with pytest.raises(ValueError, match="likeliest_tokens: logits"):
+            find(logits[0])
 
 
 def test_no_row_has_no_greatest() -> None:

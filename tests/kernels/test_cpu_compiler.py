@@ -157,8 +157,7 @@ def test_library_that_crashes_or_hangs_ends_no_start(
     own = find_compiler()
     monkeypatch.setattr(cpu_compiler, "_TRIAL_SECONDS", 1)
     source = tmp_path / "bad.c"
-    names = "paged_attention", "rms_norm", "rotate_and_write", "silu_and_mul", "score_nodes"
-    functions = "".join(f"int {name}(void) {{ {body} }}" for name in names)
+    functions = "".join(f"int {name}(void) {{ {body} }}" for name in cpu_library._SIGNATURES)
     source.write_text(f"unsigned sleep(unsigned);{functions}")
     compiler(f"{own} -shared -fPIC -o $out {source}")
     found = loaded()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from specplug import LLM
 from specplug.kernels.attention_form import AttentionForm
-from specplug.kernels.cpu_kernels import CPUKernels, CPURows
+from specplug.kernels.cpu_kernels import CPUKernels, CPURows, LayerWeights
 from specplug.model.fused_norms import rms_norm
 
 CONTEXT = 96
@@ -249,6 +250,153 @@ def test_gate_is_torchs(cpu_kernels: CPUKernels, size: int) -> None:
     torch.testing.assert_close(cpu_kernels.silu_and_mul(both), expected, rtol=1e-5, atol=1e-6)
     for other in (both.double(), both.to("meta"), both[:, 1:], both[0]):
         assert cpu_kernels.silu_and_mul(other) is None
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("shape", [(1, 5), (40, 16), (64, 96), (70, 33)])
+def test_products_are_torchs(cpu_kernels: CPUKernels, shape: tuple[int, int], half: bool) -> None:
+    outputs, inputs = shape
+    wide, weight = torch.randn(29, 2 * inputs), torch.randn(outputs, inputs)
+    weight = weight.bfloat16().float() if half else weight
+    x, bias = wide[:, :inputs], torch.randn(outputs)
+    residual = torch.randn(29, outputs + 3)[:, :outputs]
+    panels = cpu_kernels.panels(weight)
+    assert panels.half == half
+    for own_bias, own_residual in ((None, None), (bias, None), (None, residual), (bias, residual)):
+        expected = F.linear(x, weight, own_bias)
+        expected = expected if own_residual is None else expected + own_residual
+        found = cpu_kernels.linear(x, panels, own_bias, own_residual)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_product_of_a_row_is_its_own(cpu_kernels: CPUKernels, half: bool) -> None:
+    """From one row to more than have the weights made float first; and it is the same whether these
+    are bfloat16 or float32 of the same value."""
+    x, residual = torch.randn(53, 37), torch.randn(53, 45)
+    weight, bias = torch.randn(45, 37).bfloat16().float(), torch.randn(45)
+    panels = cpu_kernels.panels(weight)
+    if not half:
+        panels = attrs.evolve(panels, columns=panels.columns.float())
+    assert panels.half == half
+    exact = cpu_kernels.linear(x, cpu_kernels.panels(weight), bias, residual)
+    whole = cpu_kernels.linear(x, panels, bias, residual)
+    assert whole is not None
+    assert exact is not None
+    assert torch.equal(whole, exact)
+    for rows in range(1, 53):
+        first = cpu_kernels.linear(x[:rows], panels, bias, residual[:rows])
+        last = cpu_kernels.linear(x[-rows:], panels, bias, residual[-rows:])
+        assert first is not None
+        assert last is not None
+        assert torch.equal(first, whole[:rows])
+        assert torch.equal(last, whole[-rows:])
+
+
+def test_products_of_strange_tensors_are_torchs(cpu_kernels: CPUKernels) -> None:
+    x, panels = torch.randn(3, 16), cpu_kernels.panels(torch.randn(8, 16))
+    bias, residual = torch.randn(8), torch.randn(3, 8)
+    for other in (x.double(), x.to("meta"), x[:, 1:], x[0], torch.randn(16, 16).t()[:3]):
+        assert cpu_kernels.linear(other, panels) is None
+    for other in (bias.double(), bias[1:], torch.randn(16)[::2]):
+        assert cpu_kernels.linear(x, panels, other) is None
+    for other in (residual.double(), residual[1:], torch.randn(8, 8).t()[:3]):
+        assert cpu_kernels.linear(x, panels, bias, other) is None
+
+
+def layer_weights(kernels: CPUKernels, batch: Batch, *, normed: bool) -> LayerWeights:
+    """Of 4 heads on 2 of size 16, with every part or with none that may be left out."""
+    parts: dict[str, Any] = {}
+    if normed:
+        parts = {
+            "input_norm": (batch.normal(40), 1e-5),
+            "head_norm": (batch.normal(6, 16), torch.full((6, 1), 1e-6)),
+            "qkv_bias": batch.normal(128),
+            "o_bias": batch.normal(24),
+            "gate_up_bias": batch.normal(80),
+            "down_bias": batch.normal(24),
+        }
+    return LayerWeights(
+        qkv=kernels.panels(batch.normal(128, 40)),
+        o=kernels.panels(batch.normal(24, 64)),
+        mlp_norm=(batch.normal(24), 1e-4),
+        gate_up=kernels.panels(batch.normal(80, 24)),
+        down=kernels.panels(batch.normal(24, 40)),
+        heads=4,
+        kv_heads=2,
+        **parts,
+    )
+
+
+def by_parts(kernels: Any, weights: LayerWeights, args: dict[str, Any]) -> Tensor:
+    """Run a layer by one kernel after the other."""
+    x = args["input"]
+    if weights.input_norm is not None:
+        x = kernels.rms_norm(x, *weights.input_norm)
+    qkv = weights.qkv.linear(x, weights.qkv_bias).view(len(x), 8, 16)
+    places = args["slots"], args["keys"], args["values"]
+    assert kernels.rotate_and_write(qkv, args["cos"], args["sin"], weights.head_norm, *places)
+    mixed = kernels.attend(qkv[:, :4], args["keys"], args["values"], args["rows"], args["form"])
+    sums = weights.o.linear(mixed, weights.o_bias, args["residual"])
+    both = weights.gate_up.linear(kernels.rms_norm(sums, *weights.mlp_norm), weights.gate_up_bias)
+    out = weights.down.linear(kernels.silu_and_mul(both), weights.down_bias, sums)
+    assert out is not None
+    return out
+
+
+def layer_arguments(batch: Batch, form: AttentionForm) -> dict[str, Any]:
+    """Of a pass over 3 requests with some committed tokens each."""
+    slots = [
+        batch.table[b + 1, start : start + width]
+        for b, (start, width) in enumerate(zip(batch.starts, batch.widths, strict=True))
+    ]
+    rows = sum(batch.widths)
+    return {
+        "rows": batch.rows(),
+        "input": batch.normal(rows, 50)[:, :40],
+        "residual": batch.normal(rows, 30)[:, :24],
+        "cos": batch.normal(rows, 1, 16),
+        "sin": batch.normal(rows, 1, 16),
+        "slots": torch.cat(slots),
+        "keys": batch.keys,
+        "values": batch.values,
+        "form": form,
+    }
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("window", [None, 6])
+def test_layer_has_the_bits_of_its_parts(
+    cpu_kernels: CPUKernels, normed: bool, window: int | None
+) -> None:
+    batch = Batch([0, 13, 31], [9, 1, 14], 4, 2, 16)
+    weights = layer_weights(cpu_kernels, batch, normed=normed)
+    args = layer_arguments(batch, AttentionForm(0.2, window))
+    own = {**args, "keys": batch.keys.clone(), "values": batch.values.clone()}
+    expected = by_parts(cpu_kernels, weights, own)
+    assert expected.isfinite().all()
+    found = cpu_kernels.decoder_layer(weights, **args)
+    assert found is not None
+    assert torch.equal(found, expected)
+    assert torch.equal(batch.keys.nan_to_num(), own["keys"].nan_to_num())
+    assert torch.equal(batch.values.nan_to_num(), own["values"].nan_to_num())
+
+
+def test_layer_of_strange_tensors_is_torchs(cpu_kernels: CPUKernels) -> None:
+    batch = Batch([0, 13], [2, 3], 4, 2, 16)
+    weights = layer_weights(cpu_kernels, batch, normed=True)
+    args = layer_arguments(batch, FORM)
+    for name in ("input", "residual", "cos", "sin", "slots", "keys", "values"):
+        own = args[name]
+        for other in (own.to("meta"), own[1:], own.half()):
+            assert cpu_kernels.decoder_layer(weights, **{**args, name: other}) is None
+    for form in (AttentionForm(0.2, softcap=3.0), AttentionForm(0.2, sinks=torch.zeros(4))):
+        assert cpu_kernels.decoder_layer(weights, **{**args, "form": form}) is None
+    for name in ("o_bias", "down_bias", "qkv_bias", "gate_up_bias"):
+        other = attrs.evolve(weights, **{name: torch.zeros(7)})
+        assert cpu_kernels.decoder_layer(other, **args) is None
+    with pytest.raises(IndexError, match="outside"):
+        cpu_kernels.decoder_layer(weights, **{**args, "slots": args["slots"] + 10**6})
 
 
 STRANGE = """

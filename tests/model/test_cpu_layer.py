@@ -10,7 +10,7 @@ from torch import Tensor
 from two_layer_models import NUM_TOKENS, SHAPE, make_model, run_model
 
 from specplug.kernels.cpu_kernels import CPUKernels
-from specplug.model.cpu_layer import fuse_cpu_layers
+from specplug.model.cpu_layer import CPUHead, fuse_cpu_head, fuse_cpu_layers
 from specplug.model.fused_norms import fuse_norms
 
 CPU = torch.device("cpu")
@@ -73,6 +73,39 @@ def test_fused_layers_of_kernels_give_the_logits(config: str, cpu_kernels: CPUKe
     assert fused[0].qkv.data_ptr() == attention.q_proj.weight.data_ptr()
 
 
+def test_head_of_kernels_gives_the_logits(
+    cpu_kernels: CPUKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("LlamaConfig", torch.float32)
+    head, hidden = model.get_output_embeddings(), torch.randn(2, 3, SHAPE["hidden_size"])
+    expected = head(hidden)
+    with monkeypatch.context() as small:
+        small.setattr("specplug.kernels.cpu_kernels._MOST_TWICE_BYTES", 1000)
+        assert fuse_cpu_head(model, cpu_kernels) is None
+    assert fuse_cpu_head(model, cpu_kernels) is head
+    assert isinstance(head, CPUHead)
+    panels = head.panels
+    assert panels is not None
+    torch.testing.assert_close(head(hidden), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(head(hidden)[1], panels.linear(hidden[1]))
+    head.close()
+    assert head.panels is None
+    assert torch.equal(head(hidden), expected)
+    assert fuse_cpu_head(build("LlamaConfig", torch.float64), cpu_kernels) is None
+
+
+def test_large_models_weights_are_not_kept_twice(
+    cpu_kernels: CPUKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("Qwen3Config", torch.float32)
+    expected = run_model(model)
+    monkeypatch.setattr("specplug.kernels.cpu_kernels._MOST_TWICE_BYTES", 1000)
+    fused = fuse_cpu_layers(model, model.model.layers, cpu_kernels)
+    assert [layer.weights for layer in fused] == [None, None]
+    for found, own in zip(run_model(model), expected, strict=True):
+        torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("config", OTHERS)
 def test_layers_of_other_kinds_stay(config: str) -> None:
     model = build(config, torch.float32, **OTHERS[config])
@@ -97,6 +130,7 @@ def test_fused_layers_keep_one_copy_of_the_weights() -> None:
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, names[name])
     first.close()
+    assert first.weights is None
     assert {part.numel() for part in (first.qkv, first.up, first.down)} == {0}
 
 

@@ -22,6 +22,8 @@ from specplug import (
 )
 from specplug.kernels.cpu_kernels import CPUKernels
 from specplug.kernels.kernel_table import c_declined
+from specplug.speculative.paged_plan import LentPlan, PagedKVCache, RequestSlots
+from specplug.speculative.runtime import KVCache
 
 H, HEADS, KV_HEADS, D, ROWS = 32, 4, 2, 8, 7
 
@@ -142,7 +144,7 @@ def test_packed_weights_are_not_kept_twice() -> None:
         (layer.mlp, ("gate_proj", "up_proj")),
     ):
         storages = {getattr(module, part).weight.untyped_storage().data_ptr() for part in parts}
-        assert storages == {module._packed[0].untyped_storage().data_ptr()}
+        assert storages == {module.packed[0].untyped_storage().data_ptr()}
 
 
 def test_packed_weights_are_transposed_on_the_cpu() -> None:
@@ -164,6 +166,21 @@ def test_head_that_shares_an_embedding_stays() -> None:
     assert network["embed"].weight.is_contiguous()
 
 
+def test_weights_of_a_large_draft_are_not_kept_twice(
+    cpu_kernels: CPUKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for most, is_small in ((10**6, True), (1000, False)):
+        monkeypatch.setattr("specplug.kernels.cpu_kernels._MOST_TWICE_BYTES", most)
+        weight = torch.randn(20, H)
+        layers.pack_weights([weight])
+        assert hasattr(weight, "specplug_panels") == is_small
+        x = torch.randn(3, H)
+        torch.testing.assert_close(layers.linear(x, weight), x @ weight.t())
+        torch.testing.assert_close(
+            layers.linear(x.double(), weight.double()), x.double() @ weight.double().t()
+        )
+
+
 def packed_layer(kernels: CPUKernels | None) -> layers.DecoderLayer:
     layer = layers.DecoderLayer(H, 48, HEADS, KV_HEADS, D, 1e-6)
     fill(layer)
@@ -182,6 +199,61 @@ def test_layer_of_the_cpus_kernels_is_torchs(cpu_kernels: CPUKernels) -> None:
         with torch.inference_mode():
             results.append(layer(x, (turn[0], turn[1]), 0, lambda _, q, k, v: q.flatten(1)))
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_layer_as_one_kernel_is_its_parts(cpu_kernels: CPUKernels, normed: bool) -> None:
+    """Over pages, with a window in its second layer; ``rows`` has it run part by part."""
+    rows, heads, size = 6, 4, 16
+    layer = layers.DecoderLayer(
+        32, 48, heads, 2, size, 1e-6, bias=normed, output_bias=normed, qk_norm=normed,
+        input_norm=normed,
+    )  # fmt: skip
+    fill(layer)
+    layers.pack(layer)
+    assert layer._weights is not None
+    slots = RequestSlots(
+        slots=torch.arange(1, 41).unsqueeze(0), last_position=39, cpu_kernels=cpu_kernels
+    )
+    req_indices, starts = torch.tensor([0]), torch.tensor([9])
+    results = []
+    with torch.inference_mode():
+        x, (cos, sin) = torch.randn(rows, 32), torch.randn(2, rows, 1, size)
+        for wanted in (None, torch.arange(rows)):
+            torch.manual_seed(2)
+            keys, values = torch.randn(2, 2, 41, 2, size).unbind(0)
+            cache = PagedKVCache(list(keys.unbind(0)), list(values.unbind(0)))
+            plan = LentPlan.of(slots, 40, req_indices, starts, rows, 0, None, None)
+            attend = layers.PagedAttend(cache, [plan, plan], (None, 5))
+            out = layer(layer(x, (cos, sin), 0, attend, wanted), (cos, sin), 1, attend, wanted)
+            results.append((out, keys, values))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_paged_attend_takes_a_plan_for_all_layers() -> None:
+    class Plan:
+        def attend(self, *given: Any, window: int | None) -> Tensor:
+            return given[2] if window is None else given[3]
+
+    plan: Any = Plan()
+    q, k, v = torch.zeros(3), torch.ones(3), torch.ones(3)
+    assert layers.PagedAttend(KVCache(), plan)(7, q, k, v) is q
+    assert layers.PagedAttend(KVCache(), [plan, plan], (None, 3))(1, q, k, v) is k
+    assert packed_layer(None)._weights is None
+
+
+def test_joined_norms_in_c_are_those_of_each(cpu_kernels: CPUKernels) -> None:
+    norms = [layers.RMSNorm(H, 1e-5), layers.RMSNorm(2 * H, 1e-6)]
+    inputs = [torch.randn(ROWS, 3 * H)[:, :H], torch.randn(ROWS, 2 * H)]
+    for norm in norms:
+        fill(norm)
+    expected = torch.cat([norm(x) for norm, x in zip(norms, inputs, strict=True)], dim=1)
+    for packed in norms:  # the second has none at first
+        packed.pack()
+        assert packed._kernels is cpu_kernels
+        found = layers.joined_norms(*zip(norms, inputs, strict=True))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_rows_that_the_cpus_kernels_know_not_are_torchs(cpu_kernels: CPUKernels) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from specplug import Draft
 from specplug.kernels import grouped_attention
 from specplug.kernels.attention_form import AttentionForm
+from specplug.kernels.cpu_kernels import CPUKernels
 from specplug.speculative.padding import Padding
 from specplug.speculative.paged_plan import PagedKVCache, PagedPlan, RequestSlots
 
@@ -302,3 +303,35 @@ def test_plan_with_other_tensors_keeps_their_places() -> None:
         for found, expected in zip(other.tensors, plan.tensors, strict=True):
             assert torch.equal(found, expected)
             assert found is not expected
+
+
+@pytest.mark.parametrize("given", [0, 1, 3])
+@pytest.mark.parametrize("offset", [0, 2, -3])
+@pytest.mark.parametrize("widths", [(4, 4, 4), (1, 4, 2)], ids=str)
+def test_places_in_c_are_those_of_torch(
+    cpu_kernels: CPUKernels, widths: tuple[int, ...], offset: int, given: int
+) -> None:
+    """Of rows before a request's first slot, and after its last one, too."""
+    plan = make_plan(
+        torch.randint(1, 99, (5, 20)),
+        torch.tensor([2, 4, 1]),
+        torch.tensor([5, 18, 1]),
+        4,
+        20,
+        last_position=15,
+        floors=torch.tensor([0, 0, 4, 0, 2]),
+        offset=offset,
+        given_positions=torch.randint(0, 20, (given, 4)) if given else None,
+        padding=Padding.of(widths, 4, CPU),
+    )
+    in_c = attrs.evolve(plan, requests=attrs.evolve(plan.requests, cpu_kernels=cpu_kernels))
+    assert in_c._places_in_c is not None
+    assert in_c.slots.tolist() == plan.slots.tolist()
+    assert in_c.positions.tolist() == plan.positions.tolist()
+
+
+def test_places_by_an_index_outside_are_refused(cpu_kernels: CPUKernels) -> None:
+    plan = make_plan(torch.ones(2, 20, dtype=torch.int64), torch.tensor([2]), torch.tensor([3]), 2)
+    in_c = attrs.evolve(plan, requests=attrs.evolve(plan.requests, cpu_kernels=cpu_kernels))
+    with pytest.raises(IndexError, match="outside of 2 rows"):
+        _ = in_c.slots

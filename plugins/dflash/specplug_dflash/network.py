@@ -176,6 +176,7 @@ class DFlashNetwork(nn.Module):
         attentions = [layer.self_attn for layer in self._decoder_layers()]
         parts = [a.k_proj for a in attentions] + [a.v_proj for a in attentions]
         weight = torch.cat([part.weight for part in parts]).detach()
+        layers.pack_weights([weight])
         bias = (
             torch.cat([part.bias for part in parts]).detach() if parts[0].bias is not None else None
         )

@@ -13,10 +13,11 @@ from specplug import (
     Draft,
     DraftInput,
     Lattice,
+    LikeliestTokens,
     Runtime,
     StateTensor,
     couple,
-    likeliest_tokens,
+    layers,
     likeliest_tree,
     longest_path,
     received_state,
@@ -50,6 +51,7 @@ class DFlashWorker:
         if self._has_own_ids:
             self._token_ids += network.d2t
         self._first_row = config.first_row
+        self._find_likeliest = LikeliestTokens(runtime.device)
         self._head = self._drawing_head()
         self._capture(runtime)
         self._width = runtime.config.num_draft_tokens
@@ -347,7 +349,7 @@ class DFlashWorker:
     def _likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the likeliest token of each row of [R, V_draft], in the target's ids, and its
         log-probability: [R] int64, [R]."""
-        return likeliest_tokens(logits, self._token_ids if self._has_own_ids else None)
+        return self._find_likeliest(logits, self._token_ids if self._has_own_ids else None)
 
     def _hidden(self, roots: Tensor, rows: int, *plans: AttentionPlan) -> Tensor:
         """Run blocks of some rows: the roots [bs], and mask tokens. ``plans`` are in the order of
@@ -361,11 +363,7 @@ class DFlashWorker:
         kinds = dict(zip(self._block_masks, plans, strict=True))
         config = self.network.config
         of_layer = [kinds[causal] for causal in config.causal]
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            window = config.windows[layer]
-            return of_layer[layer].attend(self._cache, layer, q, k, v, window=window)
-
+        attend = layers.PagedAttend(self._cache, of_layer, config.windows)
         embeds = self._embed(block.flatten())
         hidden: Tensor = self.network(embeds, plans[0].positions, attend, rows)
         normed: Tensor = self.network.norm(hidden)

@@ -63,8 +63,7 @@ class MarkovHead(nn.Module):
         joint = torch.cat((state, before, hidden), dim=-1)
         joint = layers.linear(joint, self.joint_proj.weight, self.joint_proj.bias)
         gate, candidate, out = joint.chunk(3, dim=-1)
-        keep = torch.sigmoid(gate)
-        state = keep * state + (1 - keep) * torch.tanh(candidate)
+        state = torch.lerp(torch.tanh(candidate), state, torch.sigmoid(gate))
         return torch.tanh(out), state
 
     def bias(self, latent: Tensor, logits: Tensor) -> Tensor:

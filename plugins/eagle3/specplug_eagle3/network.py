@@ -64,7 +64,7 @@ class Eagle3Config:
         return self.own_embedding_size or self.target_hidden_size
 
 
-class MidLayer(nn.Module):
+class MidLayer(layers.DecoderBody):
     """The one decoder layer. Its attention reads the doubled input (embedding, hidden)."""
 
     def __init__(self, config: Eagle3Config) -> None:
@@ -161,11 +161,8 @@ class Eagle3Network(nn.Module):
         rotation for the positions, to [R, hidden]."""
         layer = self.midlayer
         x = layers.joined_norms((layer.input_layernorm, embeds), (layer.hidden_norm, hidden))
-        mixed = attend(0, *layer.self_attn.qkv(x, *rotary))
         residual = x[:, embeds.shape[1] :] if self.config.norm_before_residual else hidden
-        hidden = layer.self_attn.output(mixed, residual)
-        output: Tensor = layer.mlp(layer.post_attention_layernorm(hidden), hidden)
-        return output
+        return layer.run(x, residual, rotary, 0, attend)
 
     def finish(self, hidden: Tensor) -> Tensor:
         """Norm what leaves the last layer, [R, hidden], if ``norm_output`` says so."""

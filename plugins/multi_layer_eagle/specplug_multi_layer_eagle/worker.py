@@ -23,12 +23,13 @@ from specplug import (
     Draft,
     DraftInput,
     FutureMap,
+    LikeliestTokens,
     Runtime,
     StateTensor,
     UsageError,
     chunk_tails,
     couple,
-    likeliest_tokens,
+    layers,
     received_state,
     rotate_chunks,
     select_nodes,
@@ -73,6 +74,7 @@ class MultiLayerEagleWorker:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self._find_likeliest = LikeliestTokens(runtime.device)
         # A draft of the root alone needs no layer.
         self._width = runtime.config.num_draft_tokens
         self._steps = runtime.config.num_steps if self._width > 1 else 0
@@ -233,10 +235,7 @@ class MultiLayerEagleWorker:
         runtime, network = self._runtime, self.network
         rotary = network.rotary(plan.positions)
         masked = (plan.positions == 0).unsqueeze(1) if network.config.masks_first else None
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return plan.attend(self._cache, layer, q, k, v)
-
+        attend = layers.PagedAttend(self._cache, plan)
         chain: list[Tensor] = []
         chain_scores: list[Tensor] = []
         for index in range(self._steps):
@@ -265,7 +264,7 @@ class MultiLayerEagleWorker:
         """Return the K likeliest tokens of each row of [R, V], the likeliest first, and their
         log-probabilities: [R, K] each."""
         if self._topk == 1:
-            token, score = likeliest_tokens(logits)
+            token, score = self._find_likeliest(logits)
             return token.unsqueeze(1), score.unsqueeze(1)
         precise = torch.promote_types(logits.dtype, torch.float32)
         scores, tokens = logits.log_softmax(-1, dtype=precise).topk(self._topk, dim=-1)
