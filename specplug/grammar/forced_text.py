@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,10 +44,9 @@ class ForcedText:
     """
 
     def __init__(self, tokenizer: Any, vocabulary: Sequence[bytes], stops: Collection[int]) -> None:
-        self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._stops = frozenset(stops)
-        self._spell = lru_cache(_KEPT_TEXTS)(self._encode)
+        self._spell = lru_cache(_KEPT_TEXTS)(partial(_encode, tokenizer))
 
     def is_known(self, token: int) -> bool:
         """Return whether a token is text or an end: about others, which no grammar allows, xgrammar
@@ -107,10 +106,11 @@ class ForcedText:
         forced = not ends and all(longest.startswith(text) for text in texts)
         return tokens[texts.index(longest)] if forced else None
 
-    def _encode(self, text: bytes) -> tuple[int, ...]:
-        """Return the tokenizer's tokens for what a text has of whole characters."""
-        whole = text.decode("utf-8", errors="ignore")
-        return tuple(self._tokenizer.encode(whole, add_special_tokens=False))
+
+def _encode(tokenizer: Any, text: bytes) -> tuple[int, ...]:
+    """Return the tokenizer's tokens for what a text has of whole characters."""
+    whole = text.decode("utf-8", errors="ignore")
+    return tuple(tokenizer.encode(whole, add_special_tokens=False))
 
 
 def _few_tokens(allowed: Tensor) -> list[int]:
