@@ -40,6 +40,7 @@ from torch import Tensor
 
 from specplug import SamplingParams
 from specplug.engine.engine import Engine
+from specplug.engine.grammars import Grammars
 from specplug.engine.request import Request, make_detokenizer
 from specplug.engine.scheduler import Scheduler, SchedulerConfig
 from specplug.engine.step import StepRunner
@@ -230,7 +231,9 @@ class Bench:
         )
         self.engine = Engine(
             scheduler=scheduler,
-            steps=ReadySteps(runner, kv, sampler, order, unused),
+            steps=ReadySteps(
+                runner, kv, sampler, order, unused, Grammars(VOCAB, CPU, overlap=True)
+            ),
             runtime=unused,
             hooks=hooks,
             overlap=True,

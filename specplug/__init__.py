@@ -65,7 +65,12 @@ if TYPE_CHECKING:
         keep_likeliest,
         merge_drafts,
     )
-    from specplug.speculative.draft_plan import DraftChoices, DraftPlan, ForeseenDrafts
+    from specplug.speculative.draft_plan import (
+        DraftChoices,
+        DraftPlan,
+        ForcedTokens,
+        ForeseenDrafts,
+    )
     from specplug.speculative.draft_state import ReceivedState, StateTensor, received_state
     from specplug.speculative.feature_drafter import FeatureDrafter
     from specplug.speculative.future_map import FutureMap
@@ -113,6 +118,7 @@ _LAZY = {
     "DraftInput": "specplug.speculative.draft",
     "DraftChoices": "specplug.speculative.draft_plan",
     "DraftPlan": "specplug.speculative.draft_plan",
+    "ForcedTokens": "specplug.speculative.draft_plan",
     "ForeseenDrafts": "specplug.speculative.draft_plan",
     "FeatureDrafter": "specplug.speculative.feature_drafter",
     "FutureMap": "specplug.speculative.future_map",
@@ -191,6 +197,7 @@ __all__ = [
     "FallbackWarning",
     "FeatureDrafter",
     "FeatureTrainer",
+    "ForcedTokens",
     "ForeseenDrafts",
     "FutureMap",
     "HostCapabilities",

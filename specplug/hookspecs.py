@@ -96,6 +96,11 @@ a plugin need not calibrate. The core counts on the device how often nodes at su
 of such scores, were accepted, and calibrates. Scores decide which nodes a cut keeps, and change no
 token.
 
+**Forced text.** Under a grammar much of an output is forced: keys, braces, names of functions.
+``runtime.forced_tokens`` gives the tokens, and an algorithm that drafts from text drafts them
+first. Where drafts are made on the CPU, the core leaves out nodes that a grammar forbids, with all
+that hangs from them, before it cuts.
+
 **Parts.** An algorithm may hold others (``runtime.part``), and calls their hooks. Each has its own
 configuration, worker, state and future map. A name like ``EAGLE3+NGRAM`` is an algorithm of the
 core that does so: the first proposes, the others grow its drafts (``grow_draft``), and all hear of

@@ -21,6 +21,7 @@ from specplug.engine.core_outputs import core_outputs
 from specplug.engine.cuda_graphs import CudaGraphs
 from specplug.engine.engine import Engine
 from specplug.engine.engine_runtime import EMBEDDED, EngineRuntime
+from specplug.engine.grammars import Grammars
 from specplug.engine.input_processor import InputProcessor
 from specplug.engine.kv_pool import KVPool
 from specplug.engine.kv_transfer import KVTransfer
@@ -271,6 +272,7 @@ class _Caches:
     kv: KVPool
     prefix_cache: PrefixCache
     sampler: Sampler
+    grammars: Grammars
     outputs: dict[str, OutputKind]
     runtime: EngineRuntime
 
@@ -282,6 +284,7 @@ def _allocate(loaded: Loaded, startup: Startup, opened: ExitStack) -> _Caches:
     kv = KVPool(config, limits, target, graphs=loaded.graphs.obstacle is None)
     opened.callback(kv.close)
     sampler = Sampler(kv.table.req_table_size, target.vocab_size, target.device)
+    grammars = Grammars(target.vocab_size, target.device, overlap=loaded.overlap)
     outputs = {each.name: each for each in core_outputs(target, backend_of(loaded.tokenizer))}
     runtime = EngineRuntime(
         config,
@@ -290,6 +293,7 @@ def _allocate(loaded: Loaded, startup: Startup, opened: ExitStack) -> _Caches:
         tokenizer=loaded.tokenizer,
         kv=kv,
         sampler=sampler,
+        grammars=grammars,
         graphs=loaded.graphs,
         overlap=loaded.overlap,
         draft_verifies=algorithm.draft_verifies,
@@ -309,6 +313,7 @@ def _allocate(loaded: Loaded, startup: Startup, opened: ExitStack) -> _Caches:
         kv=kv,
         prefix_cache=prefix_cache,
         sampler=sampler,
+        grammars=grammars,
         outputs=outputs,
         runtime=runtime,
     )
@@ -374,7 +379,7 @@ def _make_engine(loaded: Loaded, caches: _Caches, remote: DecodeInstance | None)
     kv.committed = order.committed.seq_lens
     return Engine(
         scheduler=Scheduler(caches.limits, cache, kv.table, order.leave),
-        steps=StepRunner(loaded.runner, kv, caches.sampler, order, transfer),
+        steps=StepRunner(loaded.runner, kv, caches.sampler, order, transfer, caches.grammars),
         runtime=runtime,
         hooks=loaded.algorithm.hooks,
         graphs=loaded.graphs,

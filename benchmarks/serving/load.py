@@ -17,7 +17,8 @@ whether or not the ones before have been answered. Reported are, over all rounds
 
 as medians and 99th percentiles (of the last two the 95th), and the output tokens a second from the
 first request of a round to the end of its last one. Of each four requests of ``--mixed`` one is a
-chat that has to call a tool, and the client of one goes away in the middle. Exits with 1 if a
+chat that has to call a tool, and the client of one goes away in the middle; ``load.json`` has the
+TTFT of the chats apart, as ``calls_ttft``. Exits with 1 if a
 request fails, if its text is not that of the plain server under NONE, or, with ``--slower``, if the
 95th percentile of requests is by more than that above the one under NONE, in the same mode at the
 same rate.
@@ -139,6 +140,7 @@ class Cell:
                 kind: [s.seconds for s in self.samples if s.kind == kind]
                 for kind in {s.kind for s in self.samples}
             },
+            f"{CALLS}_ttft": [s.ttft for s in self.samples if s.kind == CALLS],
         }
         if plain is not None:
             both = zip(self.samples, plain.samples, strict=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 from specplug.algorithm import CAPTURES, SpecConfig, find_model
 from specplug.config import EngineConfig
 from specplug.engine.cuda_graphs import CudaGraphs
+from specplug.engine.grammars import Grammars
 from specplug.engine.kv_pool import KVPool
 from specplug.engine.target_drafts import DraftingLayers, TargetDrafts, WatchedLayer
 from specplug.errors import PluginError
@@ -21,8 +22,9 @@ from specplug.model.layer_range import LayerRange
 from specplug.model.sampler import Sampler
 from specplug.model.target import Target
 from specplug.speculative.draft import described
+from specplug.speculative.draft_plan import ForcedTokens
 from specplug.speculative.graph_runner import PassRunner
-from specplug.speculative.hook_order import Batch
+from specplug.speculative.hook_order import Batch, RequestView
 from specplug.speculative.output_kind import OutputKind, PerTokenOutput
 from specplug.speculative.own_text import PagedOwnText
 from specplug.speculative.paged_plan import LentPlan, PagedKVCache, check_rows
@@ -59,6 +61,7 @@ class EngineRuntime(RuntimeBase):
         tokenizer: of the target; None: it has none.
         kv: of the run. Draft models add their caches.
         sampler: of the target's tokens.
+        grammars: of the requests.
         graphs: of the run. Draft models add their passes.
         overlap: whether a step is launched before the last one's results are processed.
         draft_verifies: whether the draft's pass has the shape of a target verify, as the
@@ -76,6 +79,7 @@ class EngineRuntime(RuntimeBase):
         tokenizer: Any,
         kv: KVPool,
         sampler: Sampler,
+        grammars: Grammars,
         graphs: CudaGraphs,
         overlap: bool,
         draft_verifies: bool,
@@ -85,6 +89,7 @@ class EngineRuntime(RuntimeBase):
         self._target = target
         self._kv = kv
         self._sampler = sampler
+        self._grammars = grammars
         self._graphs = graphs
         self._draft_verifies = draft_verifies
         self._outputs = outputs
@@ -271,6 +276,12 @@ class EngineRuntime(RuntimeBase):
         req_indices = batch.req_indices.repeat_interleave(width, output_size=bs * width)
         noise = self._sampler.noise(req_indices, positions.reshape(-1), token_ids)
         return noise.view(bs, width, -1)
+
+    def forced_tokens(
+        self, requests: Sequence[RequestView], *, wait: bool = False
+    ) -> Sequence[ForcedTokens | None]:
+        request_ids = [request.request_id for request in requests]
+        return self._grammars.forced_tokens(request_ids, wait=wait)
 
     def draft_pass(self, forward: Callable[..., Any]) -> PassRunner:
         # Ranks that draft with sharded layers agree on each pass, which no graph does.

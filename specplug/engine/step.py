@@ -11,6 +11,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from specplug.engine.grammars import Grammars
 from specplug.engine.kv_pool import KVPool
 from specplug.engine.kv_transfer import KVTransfer
 from specplug.engine.request import Request
@@ -28,7 +29,6 @@ from specplug.engine.step_values import (
     SchedulerOutput,
     StepResult,
 )
-from specplug.grammar.masks import allocate_masks
 from specplug.grammar.state import HostTree
 from specplug.kernels.kernel_table import runs_tree_kernels
 from specplug.kv.tensors import move_slots
@@ -67,6 +67,7 @@ class StepRunner:
         sampler: of the target's tokens.
         order: of the hooks of the run's plugins.
         kv_transfer: to other instances and from them.
+        grammars: of the requests.
 
     Attributes:
         runner, kv, sampler: as given.
@@ -79,6 +80,7 @@ class StepRunner:
         sampler: Sampler,
         order: HookOrder,
         kv_transfer: KVTransfer,
+        grammars: Grammars,
     ) -> None:
         self.runner = runner
         self.kv = kv
@@ -86,7 +88,7 @@ class StepRunner:
         self._device = device = runner.target.device
         self._order = order
         self._kv_transfer = kv_transfer
-        self._masks = GrammarMasks(runner.target.vocab_size, device)
+        self._grammars = grammars
         self._rows = KeptRows(device)
 
     @torch.inference_mode()
@@ -150,7 +152,8 @@ class StepRunner:
         clock.lap("extend")
         arrival = Arrival(self._device, clock.last)  # after all that was sent
         result = StepResult(step=step, prefill=prefill, decode=decode, clock=clock, arrival=arrival)
-        self._masks.expect(result)
+        if any(half.group.needs & Needs.GRAMMAR for half in (chunks, nodes) if half):
+            self._grammars.expect(result)
         return result
 
     @property
@@ -208,6 +211,7 @@ class StepRunner:
     def _draft_nodes(self, decode: Decode, step: SchedulerOutput) -> NodeRows:
         """Return the rows of a decode step: the nodes that the algorithm proposes."""
         group = RequestGroup.of(decode.requests)
+        has_grammar = bool(group.needs & Needs.GRAMMAR)
         rows, batch_rows, map_rows = self._rows.take(
             [request.req_index for request in group.requests]
         )
@@ -223,6 +227,7 @@ class StepRunner:
                 is_warm_up=step.is_warm_up,
                 batch_rows=batch_rows,
                 map_rows=map_rows,
+                prune=self._grammars.begin(group.requests) if has_grammar else None,
             )
         )
         draft, starts = drafted.draft, drafted.seq_lens
@@ -235,7 +240,7 @@ class StepRunner:
             padding=draft.padding,
             used=decode.slots,
         )
-        tree = HostTree.of(draft) if group.needs & Needs.GRAMMAR else None
+        tree = HostTree.of(draft) if has_grammar else None
         return NodeRows(group=group, drafted=drafted, plan=plan, tree=tree)
 
     def _plan(self, req_indices: Tensor, starts: Tensor, width: int, **layout: Any) -> PagedPlan:
@@ -330,7 +335,7 @@ class StepRunner:
         random = sampler.is_random(req_indices) if needs & Needs.NOISE else None
         masks = None
         if needs & Needs.GRAMMAR:
-            masks = self._masks.make(group.requests, tree, len(logits))
+            masks = self._grammars.masks(group.requests, tree, len(logits))
         return sampler.sample(logits, needs, random, req_indices, positions, draft, masks)
 
     def _export(self, prefill: Prefill, rows: ChunkRows, result: PrefillResult) -> PrefillResult:
@@ -413,47 +418,3 @@ class KeptRows:
             copies = self._padded.repeat(2 * _STEPS, 1)[:, : len(rows)]
             self._lent = list(copies.unbind(0))
         return self._padded[: len(rows)], self._lent.pop(), self._lent.pop()
-
-
-class GrammarMasks:
-    """Makes the masks of a step's rows. Grammars live on the host, so it waits for what they have
-    to know: the tokens of the steps before.
-
-    Args:
-        vocab_size: V.
-        device: of the masks.
-    """
-
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size = vocab_size
-        self._device = device
-        self._unread: list[StepResult] = []
-
-    def expect(self, result: StepResult) -> None:
-        """Note a step that was launched: if a request of it has a grammar, that reads its tokens
-        before the next masks."""
-        if any(request.grammar_state is not None for request in result.step.requests):
-            self._unread = [*(r for r in self._unread if not r.grammars_advanced), result]
-
-    def make(self, requests: Sequence[Request], tree: HostTree | None, num_rows: int) -> Tensor:
-        """Return what the requests' grammars allow after each row, [num_rows, words] int32.
-
-        The one wait between resolve and publish: for what was accepted and drafted, while the
-        target's pass runs.
-
-        Args:
-            tree: of the drafts whose nodes the rows are; None: each request has one row.
-        """
-        for result in self._unread:
-            result.wait()
-            result.advance_grammars()
-        self._unread.clear()
-        masks = allocate_masks(num_rows, self._vocab_size, pinned=self._device.type == "cuda")
-        grammar_states = [request.grammar_state for request in requests]
-        if tree is not None:
-            tree.fill_masks(grammar_states, masks)
-        else:
-            for grammar_state, mask in zip(grammar_states, masks, strict=True):
-                if grammar_state is not None:
-                    grammar_state.fill_next(mask)
-        return masks.to(self._device, non_blocking=True)

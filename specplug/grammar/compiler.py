@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from specplug.errors import UsageError
+from specplug.grammar.forced_text import ForcedText
 from specplug.grammar.masks import num_words, unpack_masks
 from specplug.grammar.state import GrammarState
 from specplug.sampling_params import SamplingParams
@@ -116,6 +117,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._compiler: xgrammar.GrammarCompiler | None = None
+        self._forced_text: ForcedText
         self._banned: dict[int, float] = {}
         """When grammars took too long, by the hash of (kind, text), in order."""
         self._given_up: list[threading.Thread] = []
@@ -152,6 +154,7 @@ class GrammarCompiler:
             matcher,
             self._vocab_size,
             params.banned_tokens(self._eos_token_ids),
+            self._forced_text,
             lambda: self._ban(kind, text),
         )
         if not grammar_state.goes_on:
@@ -212,8 +215,12 @@ class GrammarCompiler:
                 "pip install 'specplug[grammar]'"
             ) from error
         try:
+            vocabulary = _vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
+            self._forced_text = ForcedText(
+                self._tokenizer, vocabulary.decoded_vocab, vocabulary.stop_token_ids
+            )
             return xgrammar.GrammarCompiler(
-                _vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids),
+                vocabulary,
                 max_threads=min(8, os.cpu_count() or 1),
                 cache_limit_bytes=_CACHE_BYTES,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from specplug.grammar.forced_text import ForcedText
 from specplug.grammar.masks import mask_without, num_words
 from specplug.sampling_params import BannedTokens
 from specplug.speculative.draft import Draft
@@ -19,6 +21,8 @@ from specplug.speculative.host_copy import Arrival, to_host
 
 if TYPE_CHECKING:
     import xgrammar
+
+_log = logging.getLogger(__name__)
 
 _STEP_SECONDS = 1.0
 """Processor time that a grammar may take in one step. Beyond it the request ends with an error."""
@@ -40,9 +44,11 @@ class GrammarState:
         matcher: xgrammar's, at the start.
         vocab_size: V.
         banned: tokens that the request must not choose.
+        forced_text: finds what the grammar forces.
         on_slow: called if the grammar turns out to take too long.
 
     Attributes:
+        taken: output tokens that it has been advanced by.
         error: why the grammar was given up, or None.
         ended_at: the number of output tokens at which the grammar ended, with the end-of-sequence
             token if it ended by one; None while it goes on. Later output must be dropped.
@@ -53,13 +59,17 @@ class GrammarState:
         matcher: xgrammar.GrammarMatcher,
         vocab_size: int,
         banned: BannedTokens,
+        forced_text: ForcedText,
         on_slow: Callable[[], None] = lambda: None,
     ) -> None:
         self.ended_at: int | None = None
         self.error: str | None = None
         self._on_slow = on_slow
         self._matcher = matcher
-        self._taken = 0
+        self._forced_text = forced_text
+        self._forced: tuple[int, ...] = ()
+        self._is_searched = True
+        self.taken = 0
         self._next = torch.zeros(num_words(vocab_size), dtype=torch.int32)
         self._banned = banned
         self._vocab_size = vocab_size
@@ -78,13 +88,15 @@ class GrammarState:
         """
         if not self.goes_on or not tokens:
             return
+        came, was_forced = tuple(tokens), self._forced[: len(tokens)]
+        self._forced = self._forced[len(tokens) :] if was_forced == came else ()
         with self._in_time():
             self._advance(tokens)
 
     def _advance(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             # A banned token is chosen where no other was left.
-            banned = token in self._banned.at(self._taken)
+            banned = token in self._banned.at(self.taken)
             # A matcher that has ended writes warnings when it is asked.
             if banned or not self._matcher.accept_token(token):
                 self._look_ahead()
@@ -92,11 +104,54 @@ class GrammarState:
                     self.error = f"token {token} was chosen, which the grammar does not allow"
                     self._end()
                 return
-            self._taken += 1
+            self.taken += 1
             if self._matcher.is_terminated():
                 self._end()
                 return
         self._look_ahead()
+
+    def forced(self) -> tuple[int, ...]:
+        """Return the tokens that the grammar forces next, spelled as the tokenizer does: to draft
+        them, since the target may spell them otherwise. () if it forces none, or is too slow to be
+        asked."""
+        if not self.goes_on:
+            return ()
+        if not self._forced and self._is_searched:
+            try:
+                self._forced = self._forced_text.after(self._matcher, self._next)
+            except Exception:  # it is not needed
+                _log.debug("forced text is not looked for again", exc_info=True)
+                self._is_searched = False
+        return self._forced
+
+    def allows(self, tokens: Sequence[int], parents: Sequence[int]) -> list[bool]:
+        """Return for each node of a draft tree whether the grammar allows the path to it: what it
+        forbids is never accepted. All True after the root if xgrammar fails.
+
+        Args:
+            tokens: of N nodes. Node 0 is the last token that this was advanced by.
+            parents: each node's, before it; -1: it is never accepted.
+        """
+        if not self.goes_on:
+            return [True, *[False] * (len(tokens) - 1)]
+        reached: list[xgrammar.GrammarMatcher | None] = [self._matcher]
+        try:
+            for token, parent in zip(tokens[1:], parents[1:], strict=True):
+                before = reached[parent] if parent >= 0 else None
+                reached.append(None if before is None else self._after(before, token))
+        except Exception:
+            _log.debug("a draft was not compared with its grammar", exc_info=True)
+            return [True] * len(tokens)
+        return [each is not None for each in reached]
+
+    def _after(
+        self, matcher: xgrammar.GrammarMatcher, token: int
+    ) -> xgrammar.GrammarMatcher | None:
+        """Return the matcher after one more token; None if the grammar forbids that."""
+        if matcher.is_terminated() or not self._forced_text.is_known(token):
+            return None
+        after = matcher.fork()
+        return after if after.accept_token(token) else None
 
     def fill_next(self, mask: Tensor) -> None:
         """Write the mask of the next token.
@@ -146,14 +201,14 @@ class GrammarState:
 
     def _look_ahead(self) -> None:
         self._matcher.fill_next_token_bitmask(self._next)
-        banned = self._banned.at(self._taken)
+        banned = self._banned.at(self.taken)
         if banned:
             allowed = self._next.clone()
             self._next &= self._mask_without(banned)
             if allowed.any() and not self._next.any() and not self._is_match(allowed):
-                place = f"after {self._taken} tokens" if self._taken else "at its start"
+                place = f"after {self.taken} tokens" if self.taken else "at its start"
                 self.error = (
-                    f"{self._banned.setting_at(self._taken)} bans every token that the grammar "
+                    f"{self._banned.setting_at(self.taken)} bans every token that the grammar "
                     f"allows {place}: ban fewer of them"
                 )
         if not self._next.any():
@@ -171,7 +226,7 @@ class GrammarState:
         return any(bool(allowed[t // 32] >> (t % 32) & 1) for t in stops)
 
     def _end(self) -> None:
-        self.ended_at = self._taken
+        self.ended_at = self.taken
         self._next.fill_(-1)
 
 

@@ -77,6 +77,22 @@ class ForeseenDrafts:
         return self.tokens.shape[1] > 0
 
 
+@attrs.frozen(kw_only=True)
+class ForcedTokens:
+    """The tokens that a request's grammar forces next: keys, braces, names of functions.
+
+    The grammar forces their text. The tokens are the tokenizer's own for it; the target may spell
+    it otherwise.
+
+    Attributes:
+        known: how many tokens of the request, its prompt included, the first of them follows.
+        tokens: () if what comes next is free.
+    """
+
+    known: int
+    tokens: tuple[int, ...]
+
+
 @attrs.frozen(eq=False, kw_only=True)
 class DraftChoices:
     """What can be chosen for the requests of a decode step, [bs] in the batch's order.

@@ -3,7 +3,7 @@
 The embedded engine drives it, and so can any other engine (docs/hosting.md has one of a page)::
 
     a decode step      draft            foresee_drafts -> plan_drafts -> resolve -> propose
-                                        -> narrow, cut to the budget
+                                        -> prune, narrow, cut to the budget
                        (the host)       runs the target's pass over the nodes, samples at each
                        verify           verify
                        (the host)       moves the KV of accepted nodes
@@ -38,7 +38,7 @@ no request, cache, sampler or grammar.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import attrs
@@ -207,6 +207,8 @@ class Scheduled:
         is_warm_up: what ``Batch.is_warm_up`` is for the hooks of the step.
         batch_rows: a copy of ``req_indices`` for hooks; None: it is made.
         map_rows: as in ``Half``. A host that keeps ``req_indices`` for later steps gives both.
+        prune: leaves out nodes of a draft that the host knows to be forbidden, before it is cut;
+            None: it knows of none in time.
     """
 
     req_indices: Tensor
@@ -219,6 +221,7 @@ class Scheduled:
     is_warm_up: bool = False
     batch_rows: Tensor | None = None
     map_rows: Tensor | None = None
+    prune: Callable[[Draft], Draft] | None = None
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -376,6 +379,9 @@ class HookOrder:
             batch = self._batch(scheduled, batch_rows, seq_lens)
             draft = self._propose(batch, draft_input, plan, known.bonus_tokens)
         most = scheduled.max_draft_nodes if plan is None else plan.most_nodes
+        proposed = draft.widths or (draft.width,) * len(draft.tokens)
+        if scheduled.prune is not None:
+            draft = scheduled.prune(draft)
         if draft.scores is not None:
             self.calibration.count_step()
         return Drafted(
@@ -384,7 +390,7 @@ class HookOrder:
             map_rows=scheduled.map_rows,
             seq_lens=starts,
             draft=self._cut(draft, most, _budget(plan, scheduled), rows),
-            proposed=draft.widths or (draft.width,) * len(draft.tokens),
+            proposed=proposed,
             drafters=self._names(plan, len(starts)),
             planned=most,
             plan=plan,

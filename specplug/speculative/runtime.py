@@ -18,7 +18,8 @@ from specplug.host import HostCapabilities
 from specplug.speculative.output_kind import PerTokenOutput
 
 if TYPE_CHECKING:
-    from specplug.speculative.hook_order import Batch
+    from specplug.speculative.draft_plan import ForcedTokens
+    from specplug.speculative.hook_order import Batch, RequestView
     from specplug.speculative.part import Part
 
 
@@ -399,4 +400,21 @@ class Runtime(Protocol):
 
         Returns:
             [bs, w, V] float32, zero for greedy requests.
+        """
+
+    def forced_tokens(
+        self, requests: Sequence[RequestView], *, wait: bool = False
+    ) -> Sequence[ForcedTokens | None]:
+        """Return the tokens that the grammars of requests force, to draft them.
+
+        Args:
+            requests: of the decode step that is drafted for.
+            wait: whether the host waits for the step before, if it does not know yet what that has
+                accepted: then the tokens follow the roots. An algorithm that leaves something for
+                the host (``DraftInput(host=…)``) has waited for it before ``propose`` and
+                ``grow_draft``, and asks so there. Otherwise ``known`` says what they follow.
+
+        Returns:
+            One for each request, None for one without a grammar. () if no request of the step has
+            one, or the host does not say.
         """

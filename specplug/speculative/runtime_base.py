@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -16,6 +16,10 @@ from specplug.speculative.output_kind import PerTokenOutput
 from specplug.speculative.part import PartHolder
 from specplug.speculative.runtime import KVCache, RankInfo
 from specplug.speculative.token_map import find_tokenizer
+
+if TYPE_CHECKING:
+    from specplug.speculative.draft_plan import ForcedTokens
+    from specplug.speculative.hook_order import RequestView
 
 
 class RuntimeBase(PartHolder):
@@ -76,6 +80,11 @@ class RuntimeBase(PartHolder):
             f"{what}: {self.host.name} keeps one token of a draft for one of the target's; "
             "expected a host whose capabilities have own_lengths, as the embedded engine's do"
         )
+
+    def forced_tokens(
+        self, requests: Sequence[RequestView], *, wait: bool = False
+    ) -> Sequence[ForcedTokens | None]:
+        return ()
 
     def target_layers(self, first: int, last: int) -> Any:
         raise self._no_target_drafts(f"target_layers({first}, {last})")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shallow_target import ShallowTarget, loops_of_chains_and_trees
 
-from specplug import LLM, SamplingParams, UsageError
+from specplug import LLM, Batch, Draft, SamplingParams, UsageError, hookimpl
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -25,15 +26,29 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 REGEX = r"(def|class) [a-z_]{3,9}\((x|y|, ){1,5}\):"
+TOOL = {
+    "type": "tag",
+    "begin": '<tool_call>\n{"name": "store", "arguments": ',
+    "content": {"type": "json_schema", "json_schema": SCHEMA},
+    "end": "}\n</tool_call>",
+}
+"""Most of it is forced."""
 EBNF = 'root ::= "(" item ("," item)* ")"\nitem ::= [0-9]+ | root\n'
 GRAMMARS: tuple[dict[str, Any], ...] = (
     {"json_schema": SCHEMA},
     {"regex": REGEX},
     {"ebnf": EBNF},
+    {"structural_tag": {"type": "structural_tag", "format": TOOL}},
     {},
 )
 TEMPERATURES = (0.0, 1.0)
-PROMPTS = ("value = ", "import json\n\n", "class Stack:\n    ", "def total(values):\n    ")
+PROMPTS = (
+    "value = ",
+    "import json\n\n",
+    "class Stack:\n    ",
+    "call = ",
+    "def total(values):\n    ",
+)
 
 
 def requests(temperature: float) -> list[SamplingParams]:
@@ -70,7 +85,8 @@ def plain(shallow: ShallowTarget) -> dict[float, list[Any]]:
 
 def test_outputs_match_their_grammars(plain: dict[float, list[Any]]) -> None:
     ended = 0
-    for schema, regex, ebnf, free in plain.values():
+    for schema, regex, ebnf, tool, free in plain.values():
+        assert tool.text.startswith(TOOL["begin"])
         assert free.finish_reason == "length"
         for output in (schema, regex, ebnf):
             assert output.finish_reason in ("stop", "length")
@@ -85,7 +101,11 @@ def test_outputs_match_their_grammars(plain: dict[float, list[Any]]) -> None:
     assert ended >= 3, "most grammars end within 60 tokens"
 
 
-@pytest.mark.parametrize(("name", "topk", "overlap"), loops_of_chains_and_trees())
+JOINED = [("EAGLE3+NGRAM", 4, True), ("NGRAM,EAGLE3", None, True), ("NGRAM,EAGLE3", None, False)]
+"""As NGRAM alone they draft what is forced."""
+
+
+@pytest.mark.parametrize(("name", "topk", "overlap"), [*loops_of_chains_and_trees(), *JOINED])
 def test_tokens_are_those_of_none(
     name: str,
     topk: int | None,
@@ -182,6 +202,68 @@ def text_plain(text_model: Path) -> Any:
     assert outputs[5].text.startswith("a")
     assert [output.finish_reason for output in outputs[:3]] == ["stop"] * 3
     return prompts, params, outputs
+
+
+def test_forbidden_nodes_take_no_rows(text_model: Path, scripted: Any, text_plain: Any) -> None:
+    """All drafts are wrong, and of a grammar's mostly forbidden."""
+    prompts, params, expected = text_plain
+    known = {tuple(p): output.token_ids for p, output in zip(prompts, expected, strict=True)}
+    algorithm = scripted(known, right=0.0)
+    with LLM(text_model, dtype="float64", speculative_algorithm=algorithm, device="cpu") as llm:
+        outputs = llm.generate(prompts, params)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+    for prompt, wanted in zip(prompts, params, strict=True):
+        widths = algorithm.widths[tuple(prompt)]
+        assert (set(widths) == {5}) == (wanted.grammar is None)
+        assert wanted.grammar is None or sum(widths) < 2 * len(widths)
+
+
+class Forced:
+    """Compares what is drafted with what is forced.
+
+    Attributes:
+        drafted: forced tokens that were drafted.
+        free: steps in which nothing had a grammar.
+    """
+
+    def __init__(self) -> None:
+        self.drafted = self.free = 0
+
+    @hookimpl(wrapper=True)
+    def propose(self, runtime: Any, batch: Batch) -> Generator[None, Draft, Draft]:
+        draft = yield
+        found = runtime.forced_tokens(batch.requests, wait=True)
+        self.free += not found and not batch.is_warm_up
+        for b, forced in enumerate(found):
+            if forced is not None:
+                assert forced.known == int(batch.seq_lens[b]) + 1
+                width = draft.width if draft.widths is None else draft.widths[b]
+                chain = draft.tokens[b, 1 : 1 + min(width - 1, len(forced.tokens))].tolist()
+                assert tuple(chain) == forced.tokens[: len(chain)]
+                self.drafted += len(chain)
+        return draft
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_forced_text_is_drafted_from_the_root_on(overlap: bool, shallow: ShallowTarget) -> None:
+    params = requests(0.0)[3:]
+    steps = {}
+    for name in ("NONE", "NGRAM"):
+        forced = Forced()
+        with LLM(
+            **shallow.options(name),
+            dtype="float64",
+            device="cpu",
+            disable_overlap_schedule=not overlap,
+            extensions=[forced],
+        ) as llm:
+            outputs = llm.generate(PROMPTS[3:], params)
+            steps[name] = len(outputs[0].accept_lens)
+            if name == "NGRAM":
+                llm.generate(PROMPTS[3:], [SamplingParams(max_tokens=4)] * 2)
+    assert forced.drafted > 20
+    assert forced.free > 0
+    assert steps["NGRAM"] < 0.8 * steps["NONE"]
 
 
 def test_a_grammar_ends_its_request_even_if_eos_is_ignored(text_model: Path) -> None:

@@ -4,7 +4,8 @@ There is no draft model. This is prompt lookup decoding (Saxena 2023), across th
 owner, and with a tree by frequency after SuffixDecoding (arXiv 2411.04975). ``index`` says whose
 text a request drafts from, within a budget. ``history`` finds earlier continuations.
 ``policy`` estimates their probability, and the cost of proposing them. ``draft_tree`` takes the
-nodes that are worth their cost.
+nodes that are worth their cost. ``forced_drafts`` puts before them what the requests' grammars
+force.
 """
 
 from __future__ import annotations
@@ -127,12 +128,15 @@ class Ngram:
         self, runtime: Runtime, requests: Sequence[RequestView]
     ) -> ForeseenDrafts | None:
         worker: NgramWorker = runtime.worker
-        return worker.foresee([request.request_id for request in requests])
+        forced = runtime.forced_tokens(requests)
+        return worker.foresee([request.request_id for request in requests], forced)
 
     @hookimpl
     def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
         worker: NgramWorker = runtime.worker
-        return worker.propose(batch, draft_input)
+        # What is left for the host has been waited for.
+        forced = runtime.forced_tokens(batch.requests, wait=True)
+        return worker.propose(batch, draft_input, forced)
 
     @hookimpl
     def grow_draft(
@@ -143,7 +147,8 @@ class Ngram:
             from specplug_ngram.growth import DraftGrower
 
             worker.grower = DraftGrower(runtime, worker)
-        return worker.grower.grow(batch, draft)
+        forced = runtime.forced_tokens(batch.requests, wait=True)
+        return worker.grower.grow(batch, draft, forced)
 
     @hookimpl
     def on_request_finished(self, runtime: Runtime, report: RequestReport) -> None:

@@ -14,7 +14,7 @@ from specplug_ngram.compiled_growth import CompiledGrowth
 from specplug_ngram.device_texts import MOST_TOKENS, DeviceTexts
 from specplug_ngram.growth_input import Form, packed
 from specplug_ngram.path_continuation import LONGEST, grow_in_torch, write_in_torch
-from specplug_ngram.worker import HostDraft, NgramWorker
+from specplug_ngram.worker import Forced, HostDraft, NgramWorker
 
 PAYS = 1.0
 """Rows that a token which is expected to be accepted is worth."""
@@ -59,14 +59,17 @@ class DraftGrower:
         for view in requests:
             self._texts.forget(view.request_id)
 
-    def grow(self, batch: Batch, draft: Draft) -> Draft:
+    def grow(self, batch: Batch, draft: Draft, forced: Forced = ()) -> Draft:
         """Return a draft with more nodes.
 
         How many a request gets is known on the host: as many as the wider of the two drafts has,
         and more, the surer ``Novelty`` is of long matches. Which ones, the scores say.
+
+        Args:
+            forced: what the requests' grammars force, as in ``NgramWorker.propose``.
         """
         self._texts.admit(batch)
-        own = self._worker.draft_on_host(batch)
+        own = self._worker.draft_on_host(batch, forced)
         more, novelty = self._continuations(batch)
         widths = draft.widths or (draft.width,) * batch.size
         own_widths = (1,) * batch.size if own is None else own.widths

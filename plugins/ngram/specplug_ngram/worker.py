@@ -16,6 +16,7 @@ from specplug import (
     CommittedOutput,
     Draft,
     DraftInput,
+    ForcedTokens,
     ForeseenDrafts,
     RequestView,
     UsageError,
@@ -24,12 +25,16 @@ from specplug_ngram.compiled_drafter import CompiledDrafter
 from specplug_ngram.config import DEFAULTS, ENGINE, REQUEST, TENANT, NgramSettings
 from specplug_ngram.draft_tree import Shape
 from specplug_ngram.drafter import Drafter, Drafts, PlainDrafter
+from specplug_ngram.forced_drafts import forced_chains, with_forced
 from specplug_ngram.index import Index
 from specplug_ngram.policy import CPU_COSTS, Costs, StepCost
 
 if TYPE_CHECKING:
     from specplug_ngram.growth import DraftGrower
 
+
+Forced = Sequence[ForcedTokens | None]
+"""What ``Runtime.forced_tokens`` returns."""
 
 LEAST_FORESEEN = 0.02
 """The probability that a node exceeds which is told before anything is drafted."""
@@ -207,22 +212,25 @@ class NgramWorker:
             if request is not None:
                 request.observed += count
 
-    def foresee(self, request_ids: Sequence[str]) -> ForeseenDrafts | None:
+    def foresee(self, request_ids: Sequence[str], forced: Forced = ()) -> ForeseenDrafts | None:
         """Return the chain that would be drafted for each request, as deep as it is likely at all;
-        None: they are to be trees. What comes of it teaches each request's ``Novelty``."""
+        None: they are to be trees. What comes of it teaches each request's ``Novelty``.
+
+        Args:
+            forced: what grammars force, as far as the host knows.
+        """
         if self._shape.topk > 1:
             return None
         rooms = [self._shape.num_draft_tokens] * len(request_ids)
         drafts = self._drafter.draft(self._drafted(request_ids), rooms, LEAST_FORESEEN)
-        self._foreseen = Foreseen(request_ids, drafts, self._read)
         read = [self.requests.get(each) for each in request_ids]
-        return ForeseenDrafts(
-            tokens=drafts.tokens[:, 1:].clone(),
-            scores=drafts.scores[:, 1:].clone(),
-            known=[0 if each is None else each.prompt_read + each.observed for each in read],
-        )
+        known = [0 if each is None else each.prompt_read + each.observed for each in read]
+        drafts = with_forced(drafts, forced_chains(forced, known), rooms, self._shape.num_steps)
+        self._foreseen = Foreseen(request_ids, drafts, self._read)
+        tokens, scores = drafts.tokens[:, 1:].clone(), drafts.scores[:, 1:].clone()
+        return ForeseenDrafts(tokens=tokens, scores=scores, known=known)
 
-    def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
+    def propose(self, batch: Batch, draft_input: DraftInput, forced: Forced = ()) -> Draft:
         """Draft a tree for each request, within its ``max_draft_nodes``; chains if none branches.
 
         A request without a probable continuation gets the root alone. If nothing was foreseen, so
@@ -233,11 +241,14 @@ class NgramWorker:
         A node's score is how often its token followed the same tokens before, smoothed by
         ``Novelty``: the longer the match and the more often it occurred, the surer. The score of
         padding is -inf.
+
+        Args:
+            forced: what the requests' grammars force after the roots; it is drafted first.
         """
         roots = draft_input.bonus_tokens
         if batch.is_warm_up:
             return self._widest(roots, batch.max_draft_nodes)
-        drafts, widths = self._draft(batch)
+        drafts, widths = self._draft(batch, forced)
         width = max(widths)
         if width == 1:
             return Draft.chain(roots.unsqueeze(1))
@@ -249,12 +260,12 @@ class NgramWorker:
         parents = drafts.parents[:, :width].to(roots.device, non_blocking=True)
         return Draft.tree(tokens, parents, drafts.depth, widths, scores=scores)
 
-    def draft_on_host(self, batch: Batch) -> HostDraft | None:
+    def draft_on_host(self, batch: Batch, forced: Forced = ()) -> HostDraft | None:
         """Return what ``propose`` drafts, in tensors of the host as wide as any draft; None:
         nothing."""
         if batch.is_warm_up:
             return None
-        drafts, widths = self._draft(batch)
+        drafts, widths = self._draft(batch, forced)
         # Chains are not padded to one length: what is added to has another one.
         widths = [min(width, made) for width, made in zip(widths, drafts.widths, strict=True)]
         if max(widths) == 1:
@@ -265,25 +276,27 @@ class NgramWorker:
         depth = min(drafts.depth, max(widths) - 1)
         return HostDraft(drafts.tokens, parents, drafts.scores, widths, depth)
 
-    def _draft(self, batch: Batch) -> tuple[Drafts, Sequence[int]]:
+    def _draft(self, batch: Batch, forced: Forced) -> tuple[Drafts, Sequence[int]]:
         """Return drafts, and how many nodes of each request are proposed."""
         request_ids = [request.request_id for request in batch.requests]
+        rooms, depth = batch.max_draft_nodes, self._shape.num_steps
         foreseen, self._foreseen = self._foreseen, None
         requests = self._drafted(request_ids)
         chosen = None if foreseen is None else foreseen.of(request_ids)
         if foreseen is not None and chosen is not None:
             if foreseen.read != self._read:  # it was a step too early
-                chosen = self._drafter.draft(requests, batch.max_draft_nodes, LEAST_FORESEEN)
-            each = zip(chosen.widths, batch.max_draft_nodes, strict=True)
-            return chosen, [min(made, room) for made, room in each]
+                chosen = self._drafter.draft(requests, rooms, LEAST_FORESEEN)
+                chosen = with_forced(chosen, forced_chains(forced), rooms, depth)
+            return chosen, [min(each) for each in zip(chosen.widths, rooms, strict=True)]
         cost = StepCost(batch.size, self._costs)
         uniform = self._costs.uniform and self._shape.topk == 1
         # If chains have the same length, an improbable node costs no more than padding.
         least = 0.0 if uniform else cost.least
-        drafts = self._drafter.draft(requests, batch.max_draft_nodes, least)
+        drafts = self._drafter.draft(requests, rooms, least)
+        drafts = with_forced(drafts, forced_chains(forced), rooms, depth)
         if uniform:
             width = cost.best_width(drafts.gains)
-            return drafts, [min(width, room) for room in batch.max_draft_nodes]
+            return drafts, [min(width, room) for room in rooms]
         if not cost.pays(sum(drafts.gains), drafts.nodes):
             return drafts, [1] * batch.size
         return drafts, drafts.widths

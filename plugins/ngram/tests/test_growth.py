@@ -186,8 +186,8 @@ def test_growth_to_few_widths_has_the_same_tokens(
     seen: dict[bool, set[tuple[int, int]]] = {True: set(), False: set()}
     grow = DraftGrower.grow
 
-    def watched(self: DraftGrower, batch: Batch, draft: Draft) -> Draft:
-        found = grow(self, batch, draft)
+    def watched(self: DraftGrower, batch: Batch, draft: Draft, *forced: Any) -> Draft:
+        found = grow(self, batch, draft, *forced)
         seen[batch.is_warm_up].add((found.width, found.depth))
         assert found.widths is None
         return found
@@ -219,8 +219,8 @@ def test_texts_are_those_of_the_requests(overlap: bool, monkeypatch: pytest.Monk
     seen: list[int] = []
     grow = DraftGrower.grow
 
-    def watched(self: DraftGrower, batch: Batch, draft: Draft) -> Draft:
-        found = grow(self, batch, draft)
+    def watched(self: DraftGrower, batch: Batch, draft: Draft, *forced: Any) -> Draft:
+        found = grow(self, batch, draft, *forced)
         places = batch.req_indices.tolist(), batch.seq_lens.tolist(), draft.tokens[:, 0].tolist()
         for view, row, end, root in zip(batch.requests, *places, strict=True):
             text = self._texts.tokens[row].tolist()

@@ -11,12 +11,13 @@ import attrs
 import pytest
 import torch
 
-from specplug import Batch, DraftInput, SpecConfig, UsageError
+from specplug import Batch, DraftInput, ForcedTokens, SpecConfig, UsageError
 from specplug.speculative.hook_order import ForwardMode
 from specplug_ngram import algorithm
 from specplug_ngram.compiled_drafter import load_library
 from specplug_ngram.config import ENGINE, REQUEST, TENANT, NgramSettings
 from specplug_ngram.draft_tree import Shape
+from specplug_ngram.forced_drafts import FORCED, with_forced
 from specplug_ngram.history import TOKEN_BYTES
 from specplug_ngram.index import FIRST_CAPACITY
 from specplug_ngram.policy import CPU_COSTS, GPU_COSTS, Costs, Novelty
@@ -517,6 +518,82 @@ def test_foreseeing_teaches_what_text_is_worth(make_worker: Make) -> None:
         assert foreseen is not None
         scores.append(float(foreseen.scores[0, 0]))
     assert scores[0] > scores[1]
+
+
+def _forced(*tokens: int, known: int = 0) -> list[ForcedTokens]:
+    return [ForcedTokens(known=known, tokens=tokens)]
+
+
+def test_forced_tokens_are_drafted_where_nothing_is_known(make_worker: Make) -> None:
+    worker = make_worker(KNOWS_NOTHING)
+    draft = worker.propose(_batch(KNOWS_NOTHING), _input(25), _forced(71, 72))
+    assert draft.tokens.tolist() == [[25, 71, 72]]
+    assert draft.scores is not None
+    assert draft.scores[0].exp().tolist() == pytest.approx([1, FORCED, FORCED])
+    draft = worker.propose(_batch(KNOWS_NOTHING, max_draft_nodes=2), _input(25), _forced(71, 72))
+    assert draft.tokens.tolist() == [[25, 71]]
+    for nothing in ([None], _forced()):
+        draft = worker.propose(_batch(KNOWS_NOTHING), _input(25), nothing)
+        assert draft.tokens.tolist() == [[25]]
+
+
+def test_own_text_goes_on_where_forced_tokens_end(make_worker: Make) -> None:
+    worker = make_worker(REPEATS)
+    draft = worker.propose(_batch(REPEATS), _input(7), _forced(8, 9))
+    assert draft.tokens.tolist() == [[7, 8, 9, 1]]
+    assert draft.scores is not None
+    assert draft.scores[0, 1:3].exp().tolist() == pytest.approx([FORCED, FORCED])
+    assert draft.scores[0, 3] < math.log(FORCED)
+
+
+def test_forced_tokens_go_before_other_text(make_worker: Make) -> None:
+    worker = make_worker(REPEATS, BRANCHES)
+    both = _batch(REPEATS, BRANCHES)
+    draft = worker.propose(both, _input(7, 32), [*_forced(8, 70), None])
+    alone = worker.propose(both, _input(7, 32))
+    assert draft.tokens.tolist() == [[7, 8, 70], alone.tokens[1, :3].tolist()]
+    assert alone.tokens[0].tolist() == [7, 8, 9, 1]
+
+
+def test_forced_chain_takes_the_place_of_a_tree(make_worker: Make) -> None:
+    worker = make_worker(BRANCHES, REPEATS, topk=4, nodes=5)
+    draft = worker.propose(_batch(BRANCHES, REPEATS), _input(32, 7), [*_forced(34, 70, 71), None])
+    assert draft.tokens[0].tolist()[:4] == [32, 34, 70, 71]
+    assert draft.depths[0, :4].tolist() == [0, 1, 2, 3]
+    draft = worker.propose(_batch(BRANCHES, REPEATS), _input(32, 7), [*_forced(33), None])
+    tree = worker.propose(_batch(BRANCHES, REPEATS), _input(32, 7))
+    assert draft.tokens.equal(tree.tokens)  # it is a path of the tree
+
+
+def test_gains_are_those_of_the_scores(make_worker: Make) -> None:
+    worker = make_worker(REPEATS, BRANCHES, topk=4, nodes=5)
+    states = worker._drafted(["repeats", "branches"])
+    for chains in ([(8, 70), (34, 70, 71)], [(8,), (33,)], [(), (9,)]):
+        drafts = worker._drafter.draft(states, [5, 4], 0.0)
+        drafts = with_forced(drafts, chains, [5, 4], 7)
+        gains, nodes = [0.0] * len(drafts.gains), 0
+        for b, width in enumerate(drafts.widths):
+            parents = [-1, *range(width - 1)] if drafts.parents is None else drafts.parents[b]
+            reached = [(0, 1.0)]
+            for node in range(1, width):
+                depth, chance = reached[int(parents[node])]
+                reached.append((depth + 1, chance * math.exp(drafts.scores[b, node])))
+                gains[depth + 1] += reached[-1][1]
+            nodes += width - 1
+            assert max(depth for depth, _ in reached) <= drafts.depth
+        assert list(drafts.gains) == pytest.approx(gains, abs=1e-6)
+        assert drafts.nodes == nodes
+
+
+def test_forced_tokens_are_foreseen_after_what_is_known(make_worker: Make) -> None:
+    worker = make_worker(KNOWS_NOTHING)
+    foreseen = worker.foresee(["knows nothing"], _forced(71, 72, known=4))
+    assert foreseen is not None
+    assert foreseen.tokens[0].tolist() == [71, 72, 0]
+    assert foreseen.scores[0].exp().tolist() == pytest.approx([FORCED, FORCED, 0])
+    late = worker.foresee(["knows nothing"], _forced(71, 72, known=5))
+    assert late is not None
+    assert late.scores.max() == -math.inf
 
 
 def test_trees_are_not_foreseen(make_worker: Make) -> None:
