@@ -218,13 +218,14 @@ class HookCalls:
         self._hand_over(runtime, keep=self._num_on_way(runtime))
         found = self._plugins.call(hook, runtime=self._lend(runtime), requests=requests)
         expected = "a specplug.ForeseenDrafts, or None"
-        foreseen = rebuilt(self._plugins, hook, found, ForeseenDrafts, expected)
-        _check_foreseen(self._plugins, foreseen, len(requests))
+        if type(found) is not ForeseenDrafts:
+            found = rebuilt(self._plugins, hook, found, ForeseenDrafts, expected)
+        _check_foreseen(self._plugins, found, len(requests))
         is_current = self._relay is not None and not self._relay.num_sent
         return ForeseenDrafts(
-            tokens=foreseen.tokens,
-            scores=foreseen.scores,
-            known=foreseen.known,
+            tokens=found.tokens,
+            scores=found.scores,
+            known=found.known,
             is_current=is_current or not self._info.capabilities.overlap,
         )
 

@@ -146,6 +146,7 @@ class StepCosts:
         self.algorithms = algorithms
         self._rows_table = np.zeros((0, len(_KNOTS)))
         self._plain_weights: dict[int, Array] = {}
+        self._plain_doubts: dict[int, tuple[int, float]] = {}
         self._known = KnownCosts(-1, np.zeros(0), [], [])
 
     @property
@@ -164,6 +165,14 @@ class StepCosts:
     def plain_doubt(self, bs: int) -> float:
         """Return the ``doubt`` of a step of ``bs`` requests in which nothing is drafted, but for
         what the context takes."""
+        changes, found = self._plain_doubts.get(bs, (-1, 0.0))
+        if changes != self._filter.changes:
+            found = self._filter.doubt(self._plain_weights_of(bs))
+            self._plain_doubts[bs] = self._filter.changes, found
+        return found
+
+    def _plain_weights_of(self, bs: int) -> Array:
+        """Return the weights of a step of ``bs`` requests in which nothing is drafted."""
         if bs not in self._plain_weights:
             nothing = np.zeros(self.algorithms)
             work = StepWork(
@@ -176,7 +185,7 @@ class StepCosts:
                 nodes=nothing,
             )
             self._plain_weights[bs] = self._weights(work)
-        return self._filter.doubt(self._plain_weights[bs])
+        return self._plain_weights[bs]
 
     def observe(
         self,
