@@ -17,7 +17,7 @@ object whose methods were replaced, is of no effect. Tensors are torch's own (``
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -29,6 +29,7 @@ from torch import Tensor
 from specplug import debug, hookspecs
 from specplug.algorithm import SpecConfig
 from specplug.errors import PluginError, UsageError, shown
+from specplug.speculative.choice.measured_choice import MeasuredChoice
 from specplug.speculative.draft import Draft, DraftInput, described, is_dense
 from specplug.speculative.draft_plan import DraftChoices, DraftPlan, ForeseenDrafts
 from specplug.speculative.draft_state import StateTensor, state_spec
@@ -92,6 +93,12 @@ class HookCalls:
     def plans_drafts(self) -> bool:
         """Whether a plugin implements ``plan_drafts``."""
         return "plan_drafts" not in self._plugins.core_alone
+
+    @cached_property
+    def _own_choice(self) -> MeasuredChoice | None:
+        """The core's own choice of drafts, where no other plugin has a part in it."""
+        only = self._plugins.only_caller("plan_drafts")
+        return only if type(only) is MeasuredChoice else None
 
     @property
     def reads_on_host(self) -> bool:
@@ -241,8 +248,13 @@ class HookCalls:
         return min(self._num_planned - before, IN_FLIGHT)
 
     def plan_drafts(self, runtime: Runtime, batch: Batch, choices: DraftChoices) -> DraftPlan:
-        """Return who drafts for each request, and how much, within what the requests allow."""
-        hook = "plan_drafts"
+        """Return who drafts for each request, and how much, within what the requests allow. The
+        core's own choice keeps to that by itself."""
+        hook, own = "plan_drafts", self._own_choice
+        if own is not None:
+            plan = own.plan_drafts(runtime, batch, choices)
+            assert not debug.DEBUG or plan == choices.bound(plan)
+            return plan
         found = self._plugins.call(hook, runtime=self._lend(runtime), batch=batch, choices=choices)
         plan = rebuilt(self._plugins, hook, found, DraftPlan, "a specplug.DraftPlan, or None")
         try:

@@ -88,6 +88,16 @@ class PluginGuard:
         callers = {hook: getattr(self._hooks, hook).get_hookimpls() for hook in HOOKS}
         return frozenset(h for h, found in callers.items() if all(i.plugin is core for i in found))
 
+    def only_caller(self, hook: str) -> object | None:
+        """Return the plugin that alone implements a hook, but for the core's default; None: there
+        is none, there are several, or it is a wrapper."""
+        core = self._manager.get_plugin(hookspecs.PROJECT)
+        found = [i for i in getattr(self._hooks, hook).get_hookimpls() if i.plugin is not core]
+        if len(found) != 1 or found[0].wrapper or found[0].hookwrapper:
+            return None
+        plugin: object = found[0].plugin
+        return plugin.extension.plugin if isinstance(plugin, ExtensionGuard) else plugin
+
     def call(self, hook: str, **arguments: Any) -> Any:
         """Call a hook of all plugins.
 

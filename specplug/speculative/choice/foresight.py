@@ -123,8 +123,12 @@ class Foresight:
         """
         rates = (self._current if is_current else self._early).of_bins
         if len(scores) == 1:
-            sums = accumulate(scores[0].tolist())
-            own = [bisect_right(_LISTED_BOUNDS, each) for each in sums]
+            own = []
+            for each in accumulate(scores[0].tolist()):
+                own.append(bisect_right(_LISTED_BOUNDS, each))
+                if not own[-1]:  # and so are those after it
+                    own += [0] * (scores.shape[1] - len(own))
+                    break
             return [[rates[each] for each in own]], [own]
         bins = np.searchsorted(_BOUNDS, scores.cumsum(1), side="right")
         return np.array(rates)[bins], bins
