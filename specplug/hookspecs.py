@@ -299,9 +299,11 @@ def foresee_drafts(runtime: Runtime, requests: Sequence[RequestView]) -> Foresee
 
     Called in each decode step before ``plan_drafts``, if a plugin implements that, whoever drafts
     then; not in the warm-up, nor for an idle batch. It is for algorithms that draft from text, as
-    NGRAM does. The choice of drafts compares what was foreseen with what the target took, and so
-    knows an algorithm that does not draft, too. Where nothing that was committed is unknown to the
-    algorithm, the choice goes by the scores of the very draft that it would get.
+    NGRAM does. The choice of drafts compares what was foreseen with what the target took, whoever
+    drafted, and so learns how often such scores come true. Where nothing that was committed is
+    unknown to the algorithm, it goes by the scores of the very draft that it would get; else by
+    what came of drafts that were made a step after one had foreseen so much. What is asked for
+    then by ``propose`` is to be drafted as it was foreseen, or from what was read since.
 
     What steps have left by ``DraftInput(host=…)`` and has come to the host is told by
     ``on_host_tensors`` before. Nothing waits for the device: so an algorithm may not have read yet

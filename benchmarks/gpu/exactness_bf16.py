@@ -454,6 +454,8 @@ def _text(scenario: Scenario) -> str:
 
 
 def _can_draft(name: str, workload: Workload, registry: Registry) -> bool:
+    if name != "KNOWN" and registry.check(name):
+        return False  # it is broken
     if name == "KNOWN" or not registry.select(name).info.capabilities.draft_model:
         return True
     return name in workload.drafts
