@@ -225,6 +225,7 @@ class Bench:
         plain = Registry().select("NONE")
         hooks = HookCalls(build_plugin_manager(plain, (), CoreDefaults()), plain)
         unused: Any = None
+        graphs: Any = SimpleNamespace(num_cold=0)
         order: Any = SimpleNamespace(
             calibration=Calibration(case.running + 1, CPU),
             learn=lambda request_ids, accept_lens: None,
@@ -236,6 +237,7 @@ class Bench:
             ),
             runtime=unused,
             hooks=hooks,
+            graphs=graphs,
             overlap=True,
         )
         self.probe = Probe(self.engine, table)

@@ -195,12 +195,12 @@ def test_kv_that_is_not_moved_names_trees(shallow: Any, monkeypatch: pytest.Monk
     assert (first.place.kind, first.place.row, first.layer) == ("decode", 0, 0)
 
 
-def other_heads(attend: Any) -> Any:
+def other_numbers(layer: Any) -> Any:
     """The kernel in C, with the numbers of a prompt's rows in another order."""
 
-    def broken(self: CPUKernels, q: Any, *more: Any) -> Any:
-        found = attend(self, q, *more)
-        return found.flip(-1) if len(q) > 4 and found is not None else found
+    def broken(self: CPUKernels, weights: Any, rows: Any, *more: Any) -> Any:
+        found = layer(self, weights, rows, *more)
+        return found.flip(-1) if rows.count > 4 and found is not None else found
 
     return broken
 
@@ -209,7 +209,7 @@ def test_broken_kernel_in_c_is_named(
     build_model: Any, tiny_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build_model(tiny_config(head_dim=16))  # the kernel takes multiples of 16
-    monkeypatch.setattr(CPUKernels, "attend", other_heads(CPUKernels.attend))
+    monkeypatch.setattr(CPUKernels, "decoder_layer", other_numbers(CPUKernels.decoder_layer))
     found = run(model, dtype="float32")
     assert settings_of(found) == ["disable_cpu_kernels=True"]
     assert statuses(found)["all kernels"] == UNTRIED
