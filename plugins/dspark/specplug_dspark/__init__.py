@@ -43,7 +43,7 @@ class DSpark(DFlash):
             paper="https://arxiv.org/abs/2607.05147",
             weights={DEFAULT_MODEL: WEIGHTS / "tiny_code"},
             conformance=Conformance(accept_lengths={DEFAULT_MODEL: 4.64}),
-            speed_ups={DEFAULT_MODEL: 2.35},
+            speed_ups={DEFAULT_MODEL: 1.89},
             # The context's keys and values depend on the target's features alone.
             draft_lookahead=0,
         )

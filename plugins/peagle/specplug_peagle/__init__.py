@@ -45,7 +45,7 @@ class PEagle(Eagle3):
             paper="https://arxiv.org/abs/2602.01469",
             weights={DEFAULT_MODEL: WEIGHTS / "tiny_code"},
             conformance=Conformance(accept_lengths={DEFAULT_MODEL: 3.81}),
-            speed_ups={DEFAULT_MODEL: 2.03},
+            speed_ups={DEFAULT_MODEL: 1.88},
         )
 
     @hookimpl
