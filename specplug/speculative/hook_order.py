@@ -202,8 +202,8 @@ class Scheduled:
             it takes drafts whose widths are known on the device alone.
         greedy: whether every request takes its most likely token.
         wishes: what each request asks for of its drafts; (): nothing.
-        drafter: who drafts for all, as in ``DraftPlan.who``: for the warm-up, and for a host that
-            has chosen nobody. None: it is chosen.
+        drafter: who drafts for all, as in ``DraftPlan.who``: for the warm-up alone. None: it is
+            chosen.
         is_warm_up: what ``Batch.is_warm_up`` is for the hooks of the step.
         batch_rows: a copy of ``req_indices`` for hooks; None: it is made.
         map_rows: as in ``Half``. A host that keeps ``req_indices`` for later steps gives both.

@@ -46,18 +46,19 @@ class DraftPauses:
         self._launched: deque[_Launched] = deque()
         self._is_alone = False
 
-    def launch(self, num_requests: int, *, able: bool) -> bool:
+    def launch(self, most_nodes: Sequence[int]) -> bool:
         """Return whether a decode step drafts, which is launched now.
 
         Args:
-            able: whether any of its requests can be drafted for.
+            most_nodes: for each request, the most nodes that can be verified, the root included.
         """
-        drafts = able and self._turns.drafts(num_requests, self._depth)
+        count, able = len(most_nodes), max(most_nodes) > 1
+        drafts = able and self._turns.drafts(count, self._depth)
         width = self._depth * drafts if able else None
-        self._launched.append(_Launched(num_requests, width, self._is_alone))
+        self._launched.append(_Launched(count, width, self._is_alone))
         self._is_alone = True
         if able and not drafts:
-            self._paused.add(num_requests)
+            self._paused.add(count)
         return drafts
 
     def interrupt(self) -> None:

@@ -15,7 +15,6 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from torch import Tensor
 
 from specplug import Batch, RequestReport
-from specplug.speculative.draft_plan import NOBODY
 from specplug.speculative.hook_order import Chunks, Drafted, ForwardMode, Half, Scheduled, Verified
 from specplug.speculative.host_copy import upload
 from specplug.speculative.paged_plan import LentPlan, PagedPlan
@@ -226,15 +225,14 @@ class SpecplugWorker(BaseSpecWorker):
         views = self._requests.views(batch.reqs)
         self._hooks.begin(views)
         most_nodes = tuple(self._most_nodes(request) for request in batch.reqs)
-        drafts = self._pauses is None or self._pauses.launch(
-            len(most_nodes), able=max(most_nodes) > 1
-        )
+        if self._pauses is not None and not self._pauses.launch(most_nodes):
+            # The algorithm is asked for the roots alone: some read there what was accepted before.
+            most_nodes = (1,) * len(most_nodes)
         drafted = self._order.draft(
             Scheduled(
                 req_indices=rows,
                 requests=views,
                 max_draft_nodes=most_nodes,
-                drafter=None if drafts else NOBODY,
                 greedy=not has_foreseen_noise(batch.sampling_info),
             )
         )

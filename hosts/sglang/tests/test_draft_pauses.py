@@ -44,7 +44,7 @@ class Clock:
                 self.pauses.interrupt()
                 seconds = 20.0
             able = not (self.unable and self.steps // self.unable % 2)
-            drafts = self.pauses.launch(self.requests, able=able)
+            drafts = self.pauses.launch([1 + DRAFTED if able else 1] * self.requests)
             assert able or not drafts
             self.drafted += drafts
             self._ahead.append(seconds + (self.drafting if drafts else 1.0))
@@ -81,7 +81,7 @@ def test_step_whose_result_is_dropped_is_passed_over(monkeypatch):
     monkeypatch.setattr(DraftTurns, "drafts", lambda self, size, depth: size == 8)
     pauses = DraftPauses("MADE_UP", DRAFTED)
     for requests in (4, 8, 4):
-        pauses.launch(requests, able=True)
+        pauses.launch([1 + DRAFTED] * requests)
     pauses.note([2] * 8, 1.0)
     pauses.note([0] * 4, 2.0)
     pauses.note([0] * 4, 3.0)  # of no step

@@ -209,9 +209,9 @@ class Witness:
     @hookimpl(wrapper=True)
     def propose(self, batch: Batch):
         prompts = [list(request.prompt_token_ids) for request in batch.requests]
-        lengths = batch.seq_lens.tolist() if os.environ.get("WITNESS_DRAFTS") else ()
+        lengths = batch.seq_lens.tolist()
         draft = yield
-        if lengths:
+        if os.environ.get("WITNESS_DRAFTS") and max(batch.max_draft_nodes) > 1:
             self.write(drafts=[*zip(prompts, lengths, draft.tokens.tolist(), strict=True)])
         return draft
 
