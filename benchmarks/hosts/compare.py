@@ -336,6 +336,7 @@ class Engines:
         # TorchDynamo compiles the sampler's functions for half a minute. Without "ieee" float32 is
         # TF32 in the attention of several rows.
         environment = {"TORCHDYNAMO_DISABLE": "1", "TRITON_F32_DEFAULT": "ieee"}
+        environment["SPECPLUG_DRAFT_WHEN"] = options.draft_when
         return settings, environment | ({} if options.gpu else {"SGLANG_USE_CPU_ENGINE": "1"})
 
     def _drafted(self, case: Case) -> Settings:
@@ -580,7 +581,7 @@ def parse() -> argparse.Namespace:
     add("--models", type=Path, default=Path("/dev/shm/m"), help="for random weights")
     add("--in-turns", action="store_true", help="speed: all engines at once, by rounds")
     add("--runner", type=int, default=2, choices=[1, 2], help="vLLM's model runner on a GPU")
-    add("--draft-when", default="always", choices=["always", "faster"], help="of ours in vLLM")
+    add("--draft-when", default="always", choices=["always", "faster"], help="of ours")
     add("--taken", type=float, help="tokens a step gives in vLLM, of drafts at random")
     add("--compile", action="store_true", help="vLLM as it comes")
     add("--engine-processes", action="store_true", help="vLLM's core in a process of its own")

@@ -1,5 +1,5 @@
-"""What a host tells of plugins that fail in its steps, and of the requests that it decodes without
-drafts for that or another reason."""
+"""What a host tells of plugins that fail in its steps, of the requests that it decodes without
+drafts for that or another reason, and of steps without drafts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class UndraftedRequests:
             return
         self._reasons[request_id] = reason
         self.counts[reason] += 1
-        counter = _counter()
+        counter = _counter(_UNDRAFTED)
         if counter is not None:
             counter.labels(self._algorithm, reason).inc()
         if self.counts[reason] >= 10 * self._told[reason]:
@@ -81,36 +81,66 @@ class FailureLog:
             self._log(f"{text}{effect}", error.__cause__ if debug.DEBUG else None)
 
 
+class PausedSteps:
+    """Counts the decode steps in which nothing was drafted because that was faster, each once for
+    every request of its batch, in Prometheus' registry of the process.
+
+    Where ``prometheus_client`` is installed the counter is ``specplug_paused_steps_total``, with
+    the label ``algorithm``.
+
+    Args:
+        algorithm: of the run.
+    """
+
+    def __init__(self, algorithm: str) -> None:
+        self._algorithm = algorithm
+
+    def add(self, num_requests: int) -> None:
+        """Count a step of so many requests."""
+        counter = _counter(_PAUSED)
+        if counter is not None:
+            counter.labels(self._algorithm).inc(num_requests)
+
+
 def undrafted_in(folder: str) -> dict[str, int]:
-    """Return what the processes have counted whose ``PROMETHEUS_MULTIPROC_DIR`` is ``folder``, by
-    reason; nothing without ``prometheus_client``."""
-    try:
-        from prometheus_client import CollectorRegistry, multiprocess
-    except ImportError:
-        return {}
-    collector: Any = multiprocess.MultiProcessCollector  # it has no types
-    metrics = collector(CollectorRegistry(), folder).collect()
-    samples = [sample for metric in metrics for sample in metric.samples]
+    """Return the requests that the processes have counted whose ``PROMETHEUS_MULTIPROC_DIR`` is
+    ``folder``, by reason; nothing without ``prometheus_client``."""
     counts: Counter[str] = Counter()
-    for sample in samples:
-        if sample.name == f"{_NAME}_total":
-            counts[sample.labels["reason"]] += int(sample.value)
+    for sample in _samples(folder, _UNDRAFTED):
+        counts[sample.labels["reason"]] += int(sample.value)
     return dict(counts)
 
 
-_NAME = "specplug_undrafted_requests"
+def paused_in(folder: str) -> int:
+    """Return what ``PausedSteps`` has counted there."""
+    return sum(int(sample.value) for sample in _samples(folder, _PAUSED))
+
+
+_UNDRAFTED, _PAUSED = "specplug_undrafted_requests", "specplug_paused_steps"
+_COUNTERS = {
+    _UNDRAFTED: ("Requests decoded without drafts, by reason.", ["algorithm", "reason"]),
+    _PAUSED: ("Steps of requests without drafts because that was faster.", ["algorithm"]),
+}
+
+
+def _samples(folder: str, name: str) -> list[Any]:
+    """Return what the processes of a folder have counted by a name."""
+    try:
+        from prometheus_client import CollectorRegistry, multiprocess
+    except ImportError:
+        return []
+    collector: Any = multiprocess.MultiProcessCollector  # it has no types
+    metrics = collector(CollectorRegistry(), folder).collect()
+    samples = [sample for metric in metrics for sample in metric.samples]
+    return [sample for sample in samples if sample.name == f"{name}_total"]
 
 
 @cache
-def _counter() -> Any:
-    """Return the process' counter; None without ``prometheus_client``. It is imported at the first
-    request that is counted, since it reads ``PROMETHEUS_MULTIPROC_DIR`` when it is."""
+def _counter(name: str) -> Any:
+    """Return the process' counter; None without ``prometheus_client``. It is imported when
+    something is first counted, since it reads ``PROMETHEUS_MULTIPROC_DIR`` when it is."""
     try:
         from prometheus_client import Counter as PrometheusCounter
     except ImportError:
         return None
-    return PrometheusCounter(
-        _NAME,
-        "Requests decoded without drafts, by reason.",
-        ["algorithm", "reason"],
-    )
+    return PrometheusCounter(name, *_COUNTERS[name])

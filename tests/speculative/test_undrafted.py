@@ -9,7 +9,14 @@ import sys
 from prometheus_client import REGISTRY
 
 from specplug import PluginError
-from specplug.speculative.undrafted import FAILED, FailureLog, UndraftedRequests, undrafted_in
+from specplug.speculative.undrafted import (
+    FAILED,
+    FailureLog,
+    PausedSteps,
+    UndraftedRequests,
+    paused_in,
+    undrafted_in,
+)
 
 
 def test_undrafted_request_is_counted_once_until_forgotten():
@@ -41,17 +48,26 @@ def test_undrafted_requests_are_counted_in_prometheus():
     assert REGISTRY.get_sample_value("specplug_undrafted_requests_total", labels) == 3
 
 
+def test_paused_steps_are_counted_in_prometheus():
+    paused = PausedSteps("PAUSED")
+    for requests in (4, 3):
+        paused.add(requests)
+    assert REGISTRY.get_sample_value("specplug_paused_steps_total", {"algorithm": "PAUSED"}) == 7
+
+
 def test_undrafted_in_a_folder_are_those_of_other_processes(tmp_path):
     code = (
-        "from specplug.speculative.undrafted import UndraftedRequests\n"
+        "from specplug.speculative.undrafted import PausedSteps, UndraftedRequests\n"
         "counted = UndraftedRequests('OTHER', print)\n"
         "for number in range(2): counted.add(str(number), 'grammar')\n"
+        "PausedSteps('OTHER').add(3)\n"
     )
     assert undrafted_in(str(tmp_path)) == {}
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     for _ in range(2):
         subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
     assert undrafted_in(str(tmp_path)) == {"grammar": 4}
+    assert paused_in(str(tmp_path)) == 6
 
 
 def test_failure_is_told_once_with_its_cause():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 
-from specplug_sglang.settings import MAX_RUNNING_REQUESTS, SglangSettings, start_in_sglang
+from specplug_sglang.settings import MAX_RUNNING_REQUESTS, SglangSettings, pauses, start_in_sglang
 from specplug_sglang.sglang_names import check_names
 from specplug_sglang.versions import disagg_arguments
 
@@ -50,6 +50,7 @@ class SpecplugAlgorithm(CustomSpecAlgo):
             UsageError: SGLang cannot run the algorithm with these settings, or was not tested.
         """
         check_names()
+        pauses()  # refused here, not in the scheduler's process
         from sglang.srt.configs.model_config import ModelConfig
 
         target = ModelConfig.from_server_args(server_args).hf_config.to_dict()

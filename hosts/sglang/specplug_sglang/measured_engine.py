@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 from specplug import Completion, SamplingParams, SpecplugError, UsageError
-from specplug.speculative.undrafted import undrafted_in
+from specplug.speculative.undrafted import paused_in, undrafted_in
 from specplug_sglang.sglang_names import check_objects
 
 _NAMES = {
@@ -66,11 +66,14 @@ class DraftCounts:
         found = about.get("spec_correct_drafts_histogram", ())
         self.lengths = [a + b for a, b in zip_longest(self.lengths, found, fillvalue=0)]
 
-    def as_stats(self) -> dict[str, Any]:
+    def as_stats(self, paused: int = 0) -> dict[str, Any]:
         """Return the counts as ``MeasuredEngine.stats`` has them.
 
         SGLang does not report the length of each draft: every position that was ever accepted
-        counts as drafted in each verification.
+        counts as drafted in each verification of one.
+
+        Args:
+            paused: verifications without a draft, because that was faster.
         """
         accepted = [sum(self.lengths[first:]) for first in range(1, len(self.lengths))]
         while accepted and not accepted[-1]:
@@ -78,7 +81,7 @@ class DraftCounts:
         return {
             "accepted": self.verifications + self.taken,  # each gives a bonus token, too
             "verifications": self.verifications,
-            "drafted_by_position": [self.verifications] * len(accepted),
+            "drafted_by_position": [self.verifications - paused] * len(accepted),
             "accepted_by_position": accepted,
             "seconds": {},
             "prefill_seconds": 0.0,
@@ -123,8 +126,7 @@ class SglangEngine:
         self._process.start()
         theirs.close()  # so that its end is noticed
         self._facts: Facts = self._received()
-        self._counts = DraftCounts()
-        self._undrafted_before = self._undrafted()
+        self.reset_stats()
 
     @property
     def effective_config(self) -> Mapping[str, Any]:
@@ -164,17 +166,21 @@ class SglangEngine:
         return outputs
 
     def stats(self) -> dict[str, Any]:
-        undrafted = self._undrafted() - self._undrafted_before
-        return {**self._counts.as_stats(), "undrafted": dict(undrafted)}
+        undrafted, paused = self._without_drafts()
+        undrafted_before, paused_before = self._before
+        counts = self._counts.as_stats(paused - paused_before)
+        return {**counts, "undrafted": dict(undrafted - undrafted_before)}
 
     def reset_stats(self) -> None:
         self._counts = DraftCounts()
-        self._undrafted_before = self._undrafted()
+        self._before = self._without_drafts()
 
-    def _undrafted(self) -> Counter[str]:
-        """Return the number of requests so far that were decoded without drafts, by reason."""
+    def _without_drafts(self) -> tuple[Counter[str], int]:
+        """Return the number of requests so far that were decoded without drafts, by reason, and of
+        verifications without a draft because that was faster."""
         self._connection.send(None)
-        return Counter(self._received())
+        undrafted, paused = self._received()
+        return Counter(undrafted), paused
 
     def close(self) -> None:
         self._connection.close()  # which ends the process
@@ -229,10 +235,10 @@ _COUNTED = "PROMETHEUS_MULTIPROC_DIR"
 
 
 def _answer(engine: Any, asked: tuple[list[list[int]], Any] | None) -> Any:
-    """Return the tokens and the ``meta_info`` of each prompt's reply; if ``asked`` is None, the
-    number of requests without drafts, by reason."""
+    """Return the tokens and the ``meta_info`` of each prompt's reply; if ``asked`` is None, what
+    was decoded without drafts: ``undrafted_in`` and ``paused_in``."""
     if asked is None:
-        return undrafted_in(os.environ[_COUNTED])
+        return undrafted_in(os.environ[_COUNTED]), paused_in(os.environ[_COUNTED])
     tokens, wanted = asked
     replies = engine.generate(input_ids=tokens, sampling_params=wanted)
     return [(reply["output_ids"], reply["meta_info"]) for reply in replies]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 MAX_RUNNING_REQUESTS = 48
 """The default for our algorithms, as for SGLang's own."""
+
+DRAFT_WHEN = "SPECPLUG_DRAFT_WHEN"
+"""The variable that says when to draft: SGLang's arguments have no place for it."""
 
 _DRAFTS, _SCHEDULE, _TARGET = "Drafts", "Schedule", "Target"
 
@@ -171,6 +175,21 @@ class SglangSettings:
                     f"{config.algorithm}: validate_config() changes {name} {settled} to {found} in "
                     "settings that it returned itself; expected them unchanged; fix the plugin"
                 )
+
+
+def pauses() -> bool:
+    """Return whether a run stops drafting while that is slower.
+
+    Raises:
+        UsageError: ``SPECPLUG_DRAFT_WHEN`` has an unknown value.
+    """
+    typed = os.environ.get(DRAFT_WHEN, _FASTER)
+    if typed not in (_FASTER, _ALWAYS):
+        raise UsageError(f"{DRAFT_WHEN}={typed!r}: expected {_FASTER!r} or {_ALWAYS!r}")
+    return typed == _FASTER
+
+
+_FASTER, _ALWAYS = "faster", "always"
 
 
 def start_in_sglang(

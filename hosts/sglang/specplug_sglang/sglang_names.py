@@ -51,6 +51,9 @@ FUNCTIONS: Mapping[str, str] = {
     "sglang.srt.speculative.base_spec_worker:BaseSpecWorker.note_request_finished": (
         "self, rid, natural_stop"
     ),
+    "sglang.srt.speculative.base_spec_worker:BaseSpecWorker.on_verify_complete_cpu": (
+        "self, num_correct_drafts_per_req, batch_size"
+    ),
     "sglang.srt.managers.tp_worker:TpModelWorker.forward_batch_generation": (
         "self, batch, forward_batch, pp_proxy_tensors, is_verify, skip_attn_backend_init, "
         "capture_hidden_mode, return_kv_loc_plan"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from specplug.speculative.hook_order import Chunks, Drafted, ForwardMode, Half, 
 from specplug.speculative.host_copy import upload
 from specplug.speculative.paged_plan import LentPlan, PagedPlan
 from specplug_sglang.capabilities import MASKED
+from specplug_sglang.draft_pauses import DraftPauses
 from specplug_sglang.patches import apply_patches
 from specplug_sglang.request_views import KnownRequests
 from specplug_sglang.runtime import SglangRuntime
@@ -27,7 +29,7 @@ from specplug_sglang.sampling import (
     plain_because_of,
     sample_nodes,
 )
-from specplug_sglang.settings import SglangSettings, start_in_sglang
+from specplug_sglang.settings import SglangSettings, pauses, start_in_sglang
 from specplug_sglang.sglang_names import check_objects
 from specplug_sglang.step_result import Publish, SpecplugDraftInput, step_result
 from specplug_sglang.verify_pass import (
@@ -90,6 +92,10 @@ class SpecplugWorker(BaseSpecWorker):
         # SGLang's Triton attention reads a mask, not a plan, and its CUDA graphs have one width.
         self._pads = settings.attention_backend == MASKED
         self._runtime = SglangRuntime(self._runner, settings, config)
+        self._pauses: DraftPauses | None = None
+        # A plugin that plans drafts chooses in the place of the clock.
+        if pauses() and config.num_draft_tokens > 1 and not self._hooks.plans_drafts:
+            self._pauses = DraftPauses(algorithm.algorithm, config.num_draft_tokens - 1)
         self._requests = KnownRequests()
         self._has_run = False
         self.supports_target_verify_for_draft = started.draft_verifies
@@ -143,9 +149,11 @@ class SpecplugWorker(BaseSpecWorker):
             check_objects(request=batch.reqs[0])
         self._report_ended(self._requests.ended(batch.reqs))
         if batch.forward_mode.is_idle():
+            self._interrupt_decoding()
             self._hooks.begin(())
             return self._idle(batch)
         if batch.forward_mode.is_extend():
+            self._interrupt_decoding()
             return self._prefill(batch, on_publish)
         return self._decode(batch, on_publish)
 
@@ -216,11 +224,15 @@ class SpecplugWorker(BaseSpecWorker):
         self._begin_step(batch, rows, allocated)
         views = self._requests.views(batch.reqs)
         self._hooks.begin(views)
+        most_nodes = tuple(self._most_nodes(request) for request in batch.reqs)
+        if self._pauses is not None and not self._pauses.launch(most_nodes):
+            # The algorithm is asked for the roots alone: some read there what was accepted before.
+            most_nodes = (1,) * len(most_nodes)
         drafted = self._order.draft(
             Scheduled(
                 req_indices=rows,
                 requests=views,
-                max_draft_nodes=tuple(self._most_nodes(request) for request in batch.reqs),
+                max_draft_nodes=most_nodes,
                 greedy=not has_foreseen_noise(batch.sampling_info),
             )
         )
@@ -309,6 +321,19 @@ class SpecplugWorker(BaseSpecWorker):
         target = torch.where(accepted, slots[first.clamp(max=len(slots) - 1)], 0)
         self._pool.move_kv_cache(target.flatten(), source.flatten())
 
+    # What drafts give
+
+    def on_verify_complete_cpu(
+        self, num_correct_drafts_per_req: list[int], batch_size: int = 0
+    ) -> None:
+        """SGLang's method: the result of a decode step is known, of each request in its batch."""
+        if self._pauses is not None and num_correct_drafts_per_req:
+            self._pauses.note(num_correct_drafts_per_req, time.perf_counter())
+
+    def _interrupt_decoding(self) -> None:
+        if self._pauses is not None:
+            self._pauses.interrupt()
+
     # Idle ranks, and disaggregation
 
     def _idle(self, batch: ScheduleBatch) -> GenerationBatchResult:
@@ -332,6 +357,7 @@ class SpecplugWorker(BaseSpecWorker):
         rows = batch.req_pool_indices.to(torch.int64)
         seq_lens = batch.seq_lens.to(torch.int64)
         numbers, ends = rows.tolist(), seq_lens.tolist()
+        self._interrupt_decoding()
         for number, request, start, end in zip(
             numbers, batch.reqs, batch.prefix_lens, ends, strict=True
         ):

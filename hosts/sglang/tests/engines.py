@@ -24,6 +24,7 @@ os.environ.update(
     SGLANG_CUDA_COREDUMP_BEFORE_CRASH="0",  # it waits for a minute
     SGLANG_PYSPY_DUMP_BEFORE_CRASH="0",
     SPECPLUG_DEBUG="1",  # what hooks return is checked by value
+    SPECPLUG_DRAFT_WHEN="always",  # so that the clock changes no number of steps
     PYTHONPATH=os.pathsep.join(filter(None, (str(THIRD_PARTY), os.environ.get("PYTHONPATH")))),
 )
 

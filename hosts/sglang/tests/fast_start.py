@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import itertools
 import logging
 import multiprocessing
 import os
@@ -19,6 +20,8 @@ from sglang.srt.entrypoints import engine as sglang_engine
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.managers import data_parallel_controller
 from sglang.srt.managers.tokenizer_manager import SignalHandler
+
+from specplug.speculative.choice.draft_turns import DraftTurns
 
 _IMPORTED = [
     "ends_with_tests",
@@ -42,6 +45,8 @@ def _run(role: str, environment: dict[str, str], *arguments: Any) -> None:
         log.setLevel(logging.WARNING)
     if os.environ.get("IDLE_STEPS"):
         _idle_between_steps(scheduler.Scheduler)
+    if os.environ.get("EVERY_OTHER"):
+        _draft_every_other()
     if os.environ.get("TRACED_DRAFTS"):
         from traced_passes import trace_drafts
 
@@ -58,6 +63,12 @@ def _run_controller(*arguments: Any, **named: Any) -> None:
     """
     multiprocessing.set_start_method("spawn", force=True)
     data_parallel_controller.run_data_parallel_controller_process(*arguments, **named)
+
+
+def _draft_every_other() -> None:
+    """Draft in ``EVERY_OTHER`` steps, then not in as many; no clock is asked."""
+    each, asked = int(os.environ["EVERY_OTHER"]), itertools.count()
+    DraftTurns.drafts = lambda *of_step: next(asked) // each % 2 == 1
 
 
 def _idle_between_steps(scheduler: Any) -> None:

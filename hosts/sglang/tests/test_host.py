@@ -109,6 +109,7 @@ def test_draft_counts_are_those_of_sglang():
         "seconds": {},
         "prefill_seconds": 0.0,
     }
+    assert counts.as_stats(paused=2)["drafted_by_position"] == [5, 5]
 
 
 def test_sampling_settings_have_sglangs_names():

@@ -109,6 +109,12 @@ def test_setting_that_cannot_be_given_is_refused(algorithm, settings, told):
     assert "\n" not in str(raised.value)
 
 
+def test_unknown_time_to_draft_is_refused():
+    told = "SPECPLUG_DRAFT_WHEN='never': expected 'faster' or 'always'"
+    with environment(SPECPLUG_DRAFT_WHEN="never"), pytest.raises(SpecplugError, match=told):
+        settings_of("NGRAM")
+
+
 def test_draft_weights_that_are_not_shipped_are_asked_for(tmp_path):
     for file in MODEL.iterdir():
         (tmp_path / file.name).symlink_to(file)

@@ -41,7 +41,7 @@ def test_tokens_are_plain_with_pauses(
     # Pauses first: what they do not write, another run has not left there.
     for way in (every_other, lambda num_requests, most: True):
         with monkeypatch.context() as patch:
-            patch.setattr(scheduler.dynamic_sd_lookup, "_drafts", way)
+            patch.setattr(scheduler.dynamic_sd_lookup, "drafts", way)
             drafted.append(drafts_of(patch))
             assert hosted.generate(prompts, max_tokens=32) == plain
         assert drafter.undrafted == 0

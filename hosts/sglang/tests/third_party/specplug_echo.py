@@ -207,6 +207,15 @@ class Witness:
         return (yield)
 
     @hookimpl(wrapper=True)
+    def propose(self, batch: Batch):
+        prompts = [list(request.prompt_token_ids) for request in batch.requests]
+        lengths = batch.seq_lens.tolist()
+        draft = yield
+        if os.environ.get("WITNESS_DRAFTS") and max(batch.max_draft_nodes) > 1:
+            self.write(drafts=[*zip(prompts, lengths, draft.tokens.tolist(), strict=True)])
+        return draft
+
+    @hookimpl(wrapper=True)
     def create_future_map(self):
         future_map = yield
         self.write(future_map=type(future_map).__name__)

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specplug.speculative.choice.draft_turns import DecodeStep
 from specplug.speculative.host_copy import upload
 from specplug_vllm.v1.step_rows import ranges
-from specplug_vllm.v2.draft_widths import DecodeStep
 
 _WARM_UP = "_warmup_", "_v2_mixed_warmup"
 """How the ids of the requests begin with which vLLM warms itself up."""

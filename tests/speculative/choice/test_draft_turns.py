@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specplug_vllm.v2.draft_widths import DecodeStep, DraftWidths
+from specplug.speculative.choice.draft_turns import DecodeStep, DraftTurns
 
 DRAFTED = 5
 REQUESTS = 32
@@ -36,13 +36,13 @@ class Clock:
     now: float = 0.0
     tokens: float = 0.0
     drafted: int = 0
-    widths: DraftWidths = attrs.field(factory=lambda: DraftWidths([DRAFTED] * 65))
+    turns: DraftTurns = attrs.field(factory=lambda: DraftTurns(DRAFTED, print))
     _ahead: deque[bool] = attrs.field(factory=lambda: deque([True, True]))
 
     def run(self, steps: int, stalls: int = 0) -> None:
         """Take steps; each one of ``stalls`` takes ten times its time."""
         for step in range(steps):
-            self._ahead.append(self.widths[self.requests] > 0)
+            self._ahead.append(self.turns.drafts(self.requests, DRAFTED))
             drafts = self._ahead.popleft()
             seconds = self.drafting if drafts else self.plain
             self.now += seconds * (10 if stalls and step % stalls == 0 else 1)
@@ -50,7 +50,7 @@ class Clock:
             self.tokens += sum(got) / self.requests
             self.drafted += drafts
             accepted = tuple(each - 1 for each in got)
-            self.widths.note(DecodeStep(DRAFTED * drafts, accepted), self.now)
+            self.turns.note(DecodeStep(DRAFTED * drafts, accepted), self.now)
 
     def _taken(self) -> list[int]:
         if self.luck is not None:
@@ -62,7 +62,7 @@ class Clock:
         ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.floats(1.0, 8.0), st.floats(1.0, 6.0))
 def test_no_slower_than_the_better_way(cost: float, taken: float) -> None:
     clock = Clock(1.0, cost, taken)
@@ -124,20 +124,25 @@ def test_stalls_of_the_machine_change_nothing() -> None:
 
 
 def test_batches_of_other_sizes_are_judged_apart() -> None:
-    widths = DraftWidths([DRAFTED] * 65)
+    told: list[str] = []
+    turns = DraftTurns(DRAFTED, told.append)
     now = 0.0
     for _ in range(300):
         for requests in (2, 40):
             for _ in range(3):  # in which drafts cost the larger batch too much
-                drafts = widths[requests] > 0
+                drafts = turns.drafts(requests, DRAFTED)
                 now += 1 + 2 * (drafts and requests == 40)
-                widths.note(DecodeStep(DRAFTED * drafts, (int(drafts),) * requests), now)
-    assert (widths[2], widths[3], widths[40], widths[63]) == (DRAFTED, DRAFTED, 0, 0)
+                turns.note(DecodeStep(DRAFTED * drafts, (int(drafts),) * requests), now)
+    assert [turns.drafts(n, DRAFTED) for n in (2, 3, 40, 63)] == [True, True, False, False]
+    assert [line for line in told if " 40:" in line][-1] == (
+        "specplug: batches of about 40: no drafts for now"
+    )
 
 
 def test_steps_with_prompts_are_not_measured() -> None:
-    widths = DraftWidths([DRAFTED] * 65)
+    turns = DraftTurns(DRAFTED, print)
     for step in range(400):
-        widths.note(None, 2.0 * step)
-        widths.note(DecodeStep(widths[8], (0,) * 8), 2.0 * step + 1)
-    assert widths[8] == DRAFTED  # nothing is known
+        turns.note(None, 2.0 * step)
+        width = DRAFTED * turns.drafts(8, DRAFTED)
+        turns.note(DecodeStep(width, (0,) * 8), 2.0 * step + 1)
+    assert turns.drafts(8, DRAFTED)  # nothing is known
