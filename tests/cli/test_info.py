@@ -172,8 +172,9 @@ def test_auto_says_which_algorithms_these_are(plugin_folder):
     found = json.loads(plugin_folder.specplug("info", "auto", "--json").stdout)
     assert found["name"] == "auto"
     assert found["chosen"][0] == "NGRAM"
-    assert found["chosen"][-1] == "DSPARK"
-    assert found["left_out"]["EAGLE3"].startswith("its speed-up of ")
+    *_, drafter = found["chosen"]  # whose plugin declares most
+    slower = [name for name, why in found["left_out"].items() if why.startswith("its speed-up of ")]
+    assert {"DSPARK", "EAGLE3"} <= {drafter, *slower}
     shown = rows(plugin_folder.specplug("info", "auto", "--model", "some/model"))
     assert shown["NGRAM"] == "takes part"
     assert shown["DSPARK"] == "left out: no draft weights for some/model"
