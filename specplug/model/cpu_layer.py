@@ -174,14 +174,11 @@ class CPULayer(FusedLayer):
         x = kernels.rms_norm(hidden, self.mlp_norm[0], mlp_eps)
         if x is None:
             return None
-        gated = kernels.silu_and_mul(
-            _product(x, gate_up, None if weights is None else weights.gate_up)
-        )
-        return (
-            None
-            if gated is None
-            else _product(gated, self.down, None if weights is None else weights.down, hidden)
-        )
+        both = _product(x, gate_up, None if weights is None else weights.gate_up)
+        gated = kernels.silu_and_mul(both)
+        if gated is None:
+            return None
+        return _product(gated, self.down, None if weights is None else weights.down, hidden)
 
     def close(self) -> None:
         """Free the weights."""

@@ -222,10 +222,9 @@ class NgramWorker:
         if self._shape.topk > 1:
             return None
         rooms = [self._shape.num_draft_tokens] * len(request_ids)
-        drafts = self._drafter.draft(self._drafted(request_ids), rooms, LEAST_FORESEEN)
         read = [self.requests.get(each) for each in request_ids]
         known = [0 if each is None else each.prompt_read + each.observed for each in read]
-        drafts = with_forced(drafts, forced_chains(forced, known), rooms, self._shape.num_steps)
+        drafts = self._look_up(request_ids, rooms, LEAST_FORESEEN, forced_chains(forced, known))
         self._foreseen = Foreseen(request_ids, drafts, self._read)
         tokens, scores = drafts.tokens[:, 1:].clone(), drafts.scores[:, 1:].clone()
         return ForeseenDrafts(tokens=tokens, scores=scores, known=known)
@@ -279,27 +278,41 @@ class NgramWorker:
     def _draft(self, batch: Batch, forced: Forced) -> tuple[Drafts, Sequence[int]]:
         """Return drafts, and how many nodes of each request are proposed."""
         request_ids = [request.request_id for request in batch.requests]
-        rooms, depth = batch.max_draft_nodes, self._shape.num_steps
+        rooms = batch.max_draft_nodes
         foreseen, self._foreseen = self._foreseen, None
-        requests = self._drafted(request_ids)
         chosen = None if foreseen is None else foreseen.of(request_ids)
         if foreseen is not None and chosen is not None:
             if foreseen.read != self._read:  # it was a step too early
-                chosen = self._drafter.draft(requests, rooms, LEAST_FORESEEN)
-                chosen = with_forced(chosen, forced_chains(forced), rooms, depth)
+                chosen = self._look_up(request_ids, rooms, LEAST_FORESEEN, forced_chains(forced))
             return chosen, [min(each) for each in zip(chosen.widths, rooms, strict=True)]
         cost = StepCost(batch.size, self._costs)
         uniform = self._costs.uniform and self._shape.topk == 1
         # If chains have the same length, an improbable node costs no more than padding.
         least = 0.0 if uniform else cost.least
-        drafts = self._drafter.draft(requests, rooms, least)
-        drafts = with_forced(drafts, forced_chains(forced), rooms, depth)
+        drafts = self._look_up(request_ids, rooms, least, forced_chains(forced))
         if uniform:
             width = cost.best_width(drafts.gains)
             return drafts, [min(width, room) for room in rooms]
         if not cost.pays(sum(drafts.gains), drafts.nodes):
             return drafts, [1] * batch.size
         return drafts, drafts.widths
+
+    def _look_up(
+        self,
+        request_ids: Sequence[str],
+        rooms: Sequence[int],
+        least: float,
+        chains: Sequence[tuple[int, ...]],
+    ) -> Drafts:
+        """Return what followed the requests' text before, and first what is forced.
+
+        Args:
+            rooms: the most nodes of each request.
+            least: the probability that a node exceeds.
+            chains: by ``forced_chains``.
+        """
+        drafts = self._drafter.draft(self._drafted(request_ids), rooms, least)
+        return with_forced(drafts, chains, rooms, self._shape.num_steps)
 
     def _widest(self, roots: Tensor, rooms: Sequence[int]) -> Draft:
         """Return the widest draft within ``rooms``, of arbitrary tokens with the least score. Each

@@ -20,8 +20,8 @@ _OWN_DRIFT = 0.002
 """Share by which one cost may change beside the others in a step."""
 _CLIP = 2.0
 """Standard deviations from which on a step counts as an outlier, and tells no more."""
-_FAR = 4 * _CLIP
-"""The same from which on it tells nothing: something was compiled, or the process stood still."""
+_FAR = 4.0
+"""How many times as far off it tells nothing: a kernel was compiled, or the process stood still."""
 _STREAK = 3
 """Outliers to one side in a row that are none: the machine has changed."""
 _JUMP = 0.3
@@ -118,7 +118,7 @@ class CostFilter:
         if not trusted:
             most = _CLIP * variance**0.5
             is_change = self._count(missed, most, expected, weights, part)
-            if abs(missed) > most * _FAR / _CLIP and not is_change:
+            if abs(missed) > _FAR * most and not is_change:
                 return
             missed = min(max(missed, -most), most)
         gain = towards / variance

@@ -62,7 +62,7 @@ class Clock:
         ]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.floats(1.0, 8.0), st.floats(1.0, 6.0))
 def test_no_slower_than_the_better_way(cost: float, taken: float) -> None:
     clock = Clock(1.0, cost, taken)

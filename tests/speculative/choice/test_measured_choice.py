@@ -32,20 +32,24 @@ def planned(choice: MeasuredChoice, *, foresees: bool) -> DraftPlan:
     return choice.plan_drafts(RUNTIME, BATCH, choices)
 
 
+def report_of(drafter: str, width: int, taken: int, **more: Any) -> StepReport:
+    """Return what a decode step of one request has brought, of a draft of so many nodes."""
+    given = {"seconds": {}, **more}
+    return StepReport(
+        number=1,
+        mode="decode",
+        decode_ids=("a",),
+        drafters=(drafter,),
+        planned=(width,),
+        widths=(width,),
+        accept_lens=(taken,),
+        **given,
+    )
+
+
 def processed(choice: MeasuredChoice, accepted: int) -> None:
     """Tell what came of the oldest step that is planned: a draft of 4 tokens."""
-    choice.on_step(
-        StepReport(
-            number=1,
-            mode="decode",
-            decode_ids=("a",),
-            drafters=("A",),
-            planned=(5,),
-            widths=(5,),
-            accept_lens=(accepted + 1,),
-            seconds={},
-        )
-    )
+    choice.on_step(report_of("A", 5, accepted + 1))
 
 
 @pytest.mark.parametrize("in_flight", [0, 1, 2])
@@ -116,17 +120,6 @@ def test_cold_steps_say_nothing_of_costs() -> None:
     choice = MeasuredChoice()
     for is_cold in (True, False):
         planned(choice, foresees=False)
-        report = StepReport(
-            number=1,
-            mode="decode",
-            decode_ids=("a",),
-            drafters=("NONE",),
-            planned=(1,),
-            widths=(1,),
-            accept_lens=(1,),
-            seconds={"target": 0.01},
-            is_cold=is_cold,
-        )
-        choice.on_step(report)
+        choice.on_step(report_of("NONE", 1, 1, seconds={"target": 0.01}, is_cold=is_cold))
         assert choice.costs is not None
         assert choice.costs.is_measured != is_cold
