@@ -229,6 +229,7 @@ class Bench:
         order: Any = SimpleNamespace(
             calibration=Calibration(case.running + 1, CPU),
             learn=lambda request_ids, accept_lens: None,
+            caught_up=lambda: (),
         )
         self.engine = Engine(
             scheduler=scheduler,

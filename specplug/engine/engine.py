@@ -265,6 +265,7 @@ class Engine:
         scheduled, num_cold = time.perf_counter(), self._graphs.num_cold
         result = self.steps.run(step)
         result.is_cold = self._graphs.num_cold > num_cold
+        result.caught_up = self.steps.order.caught_up()
         result.number = next(self._numbers)
         result.host_seconds = scheduled - began
         self._launched.append(result)
@@ -491,4 +492,5 @@ def _report(result: StepResult, sampled: Sequence[bool], kept: Sequence[int]) ->
         cached_pages=step.cached_pages,
         seconds={**result.clock.seconds(), "host": result.host_seconds},
         is_cold=result.is_cold,
+        caught_up=result.caught_up,
     )

@@ -383,7 +383,7 @@ class StepResult:
         prefill, decode: what its halves leave.
         clock: when its parts began and ended.
         host_seconds: time of scheduling and of processing it.
-        is_cold: as in ``StepReport`` (engine).
+        is_cold, caught_up: as in ``StepReport`` (engine).
         grammars_advanced: whether the requests' grammar_states have been advanced by it.
         arrival: of these tensors.
     """
@@ -395,6 +395,7 @@ class StepResult:
     number: int = 0
     host_seconds: float = 0.0
     is_cold: bool = False
+    caught_up: tuple[str, ...] = ()
     arrival: Arrival
     grammars_advanced: bool = False
 

@@ -574,6 +574,13 @@ class HookOrder:
         for late in self._late:
             late.learn(request_ids, accept_lens)
 
+    def caught_up(self) -> tuple[str, ...]:
+        """Return the algorithms that were fed several steps at once since this was last asked."""
+        late = [each for each in self._late if each.has_caught_up]
+        for each in late:
+            each.has_caught_up = False
+        return tuple(dict.fromkeys(each.name for each in late))
+
     def leave(self, request_id: str) -> int:
         """Forget a request that gives up its slots, and return of how many of its last committed
         tokens, as far as the host knows them, a draft model lacks the keys: pages with these

@@ -21,14 +21,14 @@ from specplug.speculative.planned_drafts import sub_batch
 from specplug.speculative.verify import CommittedOutput
 
 MOST_ROWS = 128
-"""Rows of a request that wait at most, but for those of the last step. Tokens that wait when a
-request ends are those that later requests cannot share of it."""
+"""Rows of a request that wait at most, but for those of the last step and those that are not known
+to be refused. Tokens that wait when a request ends are those that later requests cannot share."""
 _ROWS_AT_LEAST = 32
 """The same where all that waits takes ``_MANY_BYTES``."""
-_MANY_BYTES = 64 << 20
-"""Bytes from which on less waits. A row takes two tokens and what was captured: 3 KiB for DSPARK
-beside the default model, 40 KiB beside an 8B model in bf16, of which 128 rows of 12 requests, or
-32 rows of 50, have as many."""
+_MANY_BYTES = 256 << 20
+"""Bytes from which on less waits. A row takes two tokens and what was captured, refused nodes' too:
+3 KiB for DSPARK beside the default model, 40 KiB beside an 8B model in bf16, of which 128 rows of
+50 requests have as many."""
 _MOST_STAND_IN_ROWS = 2048
 """Rows of a start's longest stand-in for what waits; ``_MANY_BYTES`` are fewer, mostly."""
 _UNTOLD = 64
@@ -59,9 +59,19 @@ class _Step:
 
 
 class LateFeed:
-    """The decode steps that an algorithm was not fed, by request."""
+    """The decode steps that an algorithm was not fed, by request.
 
-    def __init__(self) -> None:
+    Args:
+        name: of the algorithm, as the run's plans know it.
+
+    Attributes:
+        name: as given.
+        has_caught_up: whether several steps were fed at once since this was set to False.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.has_caught_up = False
         self._steps: list[_Step] = []
         self._rows: dict[str, int] = {}
         self._untold: deque[_Step] = deque(maxlen=_UNTOLD)
@@ -105,6 +115,8 @@ class LateFeed:
         while self._untold:
             step = self._untold.popleft()
             if step.request_ids == ids:  # else it was lost
+                for each, place in step.places.items():
+                    self._count_off(each, step.columns - accept_lens[place])
                 step.lens = accept_lens
                 return
 
@@ -168,13 +180,15 @@ class LateFeed:
         rows: dict[str, list[tuple[int, int]]] = {each: [] for each in places}
         for number, step in enumerate(steps):
             for each in step.places.keys() & places.keys():
-                rows[each].append((number, step.places.pop(each)))
-                self._count_off(each, step.columns)
+                place = step.places.pop(each)
+                rows[each].append((number, place))
+                self._count_off(each, step.columns if step.lens is None else step.lens[place])
         wanted = [each for each, own in rows.items() if own]
         part = _part(batch, [places[each] for each in wanted])
         if len(steps) == 1:
             yield _path(part, steps[0], [rows[each][0][1] for each in wanted])
         else:
+            self.has_caught_up = True
             yield _chunk(part, steps, [rows[each] for each in wanted])
 
     def _count_off(self, request_id: str, columns: int) -> None:

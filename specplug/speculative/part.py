@@ -292,15 +292,15 @@ class Part:
         """Make its future map: ``runtime.req_table_size`` is final."""
         self._future_map = self._hooks.create_future_map(self._runtime)
 
-    def feed_late(self) -> Iterator[LateFeed]:
+    def feed_late(self, name: str) -> Iterator[LateFeed]:
         """Let decode steps wait until it drafts, and so those that it holds, as far as they can
-        take that; yield what waits."""
+        take that; yield what waits, for the one that plans know as ``name``."""
         if self._takes_late_feed:
-            self._late = LateFeed()
+            self._late = LateFeed(name)
             yield self._late
             return
         for part in parts_of(self._runtime):
-            yield from part.feed_late()
+            yield from part.feed_late(name)
 
     def resolve(self, req_indices: Tensor) -> dict[str, Tensor | None]:
         """Return the state that it left for these requests [bs], under the holder's names; none if

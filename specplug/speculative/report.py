@@ -78,6 +78,8 @@ class StepReport:
             "host", scheduling the step and processing its results.
         is_cold: whether a pass of it ran as it is, or was recorded, that later steps replay: it
             took longer than they will.
+        caught_up: the algorithms that were fed what several steps before it have committed, because
+            they draft in it and did not before, or because much waited: so it took longer.
     """
 
     number: int
@@ -111,6 +113,7 @@ class StepReport:
     cached_pages: int = 0
     seconds: dict[str, float]
     is_cold: bool = False
+    caught_up: tuple[str, ...] = ()
 
     @cached_property
     def predicted(self) -> tuple[float, ...]:

@@ -155,7 +155,7 @@ class SeveralAlgorithms(HeldParts):
     def create_worker(self, runtime: Runtime) -> SeveralWorker:
         given = self._given(runtime.config)
         parts = [runtime.part(part, **own) for part, own in zip(self._parts, given, strict=True)]
-        return SeveralWorker(parts, [late for part in parts for late in part.feed_late()])
+        return SeveralWorker(parts, [late for part in parts for late in part.feed_late(part.name)])
 
     @hookimpl
     def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:

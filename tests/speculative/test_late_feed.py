@@ -106,7 +106,7 @@ def test_drafts_are_those_of_one_fed_at_each_step(
 ) -> None:
     monkeypatch.setattr("specplug.debug.DEBUG", True)
     late, tokens = drafts(algorithm, **settings)
-    monkeypatch.setattr(Part, "feed_late", lambda self: iter(()))
+    monkeypatch.setattr(Part, "feed_late", lambda self, name: iter(()))
     fed, expected = drafts(algorithm, **settings)
     assert tokens == expected
     assert late.drafts == fed.drafts
@@ -135,7 +135,7 @@ def test_pages_that_were_not_fed_are_not_shared(monkeypatch: pytest.MonkeyPatch)
 
     late, (cached, known) = run()
     assert known - 140 < cached < known - 4
-    monkeypatch.setattr(Part, "feed_late", lambda self: iter(()))
+    monkeypatch.setattr(Part, "feed_late", lambda self, name: iter(()))
     fed, (more, _) = run()
     assert more > cached
     assert late == fed
@@ -207,7 +207,7 @@ def batch_of(names: str) -> Batch:
 
 
 def test_take_joins_steps_whose_lengths_are_known() -> None:
-    late = LateFeed()
+    late = LateFeed("A")
     step(late, "ab", 3, start=5)
     late.learn("ab", [2, 1])
     step(late, "ab", 1, start=7)
@@ -226,7 +226,7 @@ def test_take_joins_steps_whose_lengths_are_known() -> None:
 
 
 def test_leave_tells_the_accepted_tokens_that_wait() -> None:
-    late = LateFeed()
+    late = LateFeed("A")
     step(late, "ab", 3, start=5)
     step(late, "ab", 3, start=7)
     late.learn("ab", [2, 1])
@@ -237,7 +237,7 @@ def test_leave_tells_the_accepted_tokens_that_wait() -> None:
 
 
 def test_add_asks_for_a_feed_when_many_rows_wait() -> None:
-    late = LateFeed()
+    late = LateFeed("A")
     asked = [step(late, "a", 1, start=position) for position in range(129)]
     assert asked == [False] * 128 + [True]
     ((chunk, _),) = late.take(batch_of("a"), drafts_follow=False)
@@ -245,10 +245,30 @@ def test_add_asks_for_a_feed_when_many_rows_wait() -> None:
     assert set(late.waiting) == {"a"}
 
 
+def test_refused_nodes_do_not_count_once_the_host_knows_them() -> None:
+    late, asked = LateFeed("A"), []
+    for position in range(0, 112, 2):
+        asked.append(step(late, "a", 16, start=position))
+        late.learn("a", [2])
+    assert not any(asked)
+    assert step(late, "a", 17, start=112)
+
+
+def test_algorithm_has_caught_up_where_several_steps_are_fed_at_once() -> None:
+    late = LateFeed("A")
+    step(late, "a", 1, start=0)
+    list(late.take(batch_of("a")))
+    assert not late.has_caught_up
+    for position in (1, 2):
+        step(late, "a", 1, start=position)
+    list(late.take(batch_of("a")))
+    assert late.has_caught_up
+
+
 def test_fewer_rows_wait_where_they_take_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     row = 20  # two tokens and a float
     monkeypatch.setattr("specplug.speculative.late_feed._MANY_BYTES", 50 * row)
-    late = LateFeed()
+    late = LateFeed("A")
     for _ in range(2):  # what was fed, or given up, counts no longer
         asked = [step(late, "a", 1, start=position) for position in range(34)]
         assert asked == [False] * 34

@@ -10,7 +10,7 @@ makes nodes free.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 import attrs
@@ -77,10 +77,25 @@ class Costs:
     filled: Array
 
     @classmethod
-    def of(cls, costs: StepCosts, bs: int, context: float, most_nodes: int, filled: Array) -> Costs:
-        """Return those of steps of ``bs`` requests with at most ``most_nodes`` drafted nodes."""
-        curve = costs.curve(bs, context, bs + most_nodes)
-        return cls(curve, costs.drafters, costs.ragged, filled)
+    def of(
+        cls,
+        costs: StepCosts,
+        bs: int,
+        context: float,
+        most_nodes: int,
+        filled: Array,
+        starts: Sequence[float] = (),
+    ) -> Costs:
+        """Return those of steps of ``bs`` requests with at most ``most_nodes`` drafted nodes.
+
+        Args:
+            starts: [A] seconds more of drafting at all; (): none.
+        """
+        curve, drafters = costs.curve(bs, context, bs + most_nodes), costs.drafters
+        if any(starts):
+            drafters = drafters.copy()
+            drafters[:, 0] += starts
+        return cls(curve, drafters, costs.ragged, filled)
 
 
 def plain_plan(bs: int, costs: Costs) -> Plan:

@@ -20,6 +20,7 @@ from specplug.speculative.choice.one_request import CostsOfOne, best_of_one, tri
 from specplug.speculative.choice.step_cost import StepCosts, StepWork
 from specplug.speculative.choice.trials import (
     FRESH,
+    TRIED,
     TRIED_PLAIN,
     Trials,
     hope,
@@ -35,6 +36,12 @@ _FADED = 4
 """Steps after which what is known of requests fades, by so many steps at once."""
 _NEW = 24
 """Steps without a trial that a new request begins with, for each algorithm."""
+_RUN = 8
+"""Steps in a row for which an algorithm is expected to draft, once it begins to."""
+_MOST_PAUSE = 1
+"""Steps without it after which an algorithm has not to be caught up."""
+_OF_CATCH_UP = 0.2
+"""How much the last catch-up counts among all."""
 
 
 def _integers(values: Sequence[int] | Array) -> Sequence[int]:
@@ -56,6 +63,8 @@ class StepOutcome:
         draft_seconds: of them those of drafting; None: not known apart.
         known: the algorithms whose survivals ``plan`` was told. Of their acceptance nothing is
             estimated.
+        caught_up: the algorithms that were fed what several steps had committed, so that the step
+            took longer than it does if they draft again.
     """
 
     request_ids: Sequence[str]
@@ -67,6 +76,7 @@ class StepOutcome:
     seconds: float | None = None
     draft_seconds: float | None = None
     known: Collection[int] = ()
+    caught_up: Collection[int] = ()
 
 
 class DraftPolicy:
@@ -90,6 +100,8 @@ class DraftPolicy:
         self._heard = np.zeros((0, algorithms), dtype=np.int64)
         self._filled = [1.0] * algorithms
         self._drafted = [0] * algorithms  # the step in which each last drafted
+        self._planned = [0] * algorithms  # the step for which that was last planned
+        self._catch_up = [0.0] * algorithms  # seconds
         self._step = 0
         self._forgets = True
         self._rate = 0.0
@@ -118,19 +130,41 @@ class DraftPolicy:
         if len(request_ids) == 1:
             of_one = {a: nodes[0] for a, nodes in known.items()}
             row = self._row(request_ids[0])
-            return self._plan_one(row, most[0].tolist(), context, of_one, filled)
-        rows = self._rows_of(request_ids)
+            plan = self._plan_one(row, most[0].tolist(), context, of_one, filled)
+        else:
+            plan = self._plan_many(self._rows_of(request_ids), most, context, known, filled)
+        for a in set(plan.who.tolist()) - {-1}:
+            self._planned[a] = self._step
+        return plan
+
+    def _plan_many(
+        self,
+        rows: Array,
+        most: Array,
+        context: float,
+        known: Mapping[int, Rows],
+        filled: Sequence[float],
+    ) -> Plan:
+        """Return the plan of a step of several requests.
+
+        Args:
+            rows: [n] of the requests.
+            filled: [A], the share of the nodes asked for that an algorithm drafts.
+        """
         able = most[:, :, None] >= self._reach
         survival = _with_known(self.acceptance.survival(rows), known) * able
         bs = len(rows)
         nodes = int(most.max(1, initial=0).sum())
-        costs = Costs.of(self.costs, bs, context, nodes, np.array(filled))
+        costs = Costs.of(self.costs, bs, context, nodes, np.array(filled), self._starts())
         plain = plain_plan(bs, costs)
         if not nodes:
             return attrs.evolve(plain, reason=NO_ROOM)
         depth = int(most.max())
         survival = survival[:, :, :depth]
         plan = self._earned(best_plan(survival, costs, self._rate or plain.rate))
+        tried = self._trials.again(rows.tolist(), plan, most)
+        if tried is not None:
+            return attrs.evolve(planned(*tried, survival, costs), reason=TRIED)
         if self._trials.tries_plain(plan, plain, lambda: self.costs.plain_doubt(bs)):
             return attrs.evolve(plain, reason=TRIED_PLAIN)
         if not self._trials.is_due(bs):
@@ -140,7 +174,8 @@ class DraftPolicy:
         hopeful = _with_known(self.acceptance.hopeful(rows, hope(ages)), known) * able
         shares = self._cost_shares()
         ages[:, np.array(shares) < 1] += FRESH + 1
-        return self._trials.mended(plan, survival, hopeful[:, :, :depth], ages, costs, shares)
+        found = self._trials.mended(plan, survival, hopeful[:, :, :depth], ages, costs, shares)
+        return self._begun(found, rows.tolist(), plan)
 
     def _plan_one(
         self,
@@ -150,24 +185,28 @@ class DraftPolicy:
         known: Mapping[int, Sequence[float]],
         filled: Sequence[float],
     ) -> Plan:
-        """Return the plan of a step of one request, as ``plan`` does of several.
+        """Return the plan of a step of one request, as ``_plan_many`` does of several.
 
         Args:
             row: of the request.
             most: [A], how deep each algorithm may draft.
             known: by algorithm, [D] survivals.
-            filled: [A], the share of the nodes asked for that an algorithm drafts.
+            filled: as there.
         """
 
         def able(chances: Sequence[Sequence[float]]) -> list[Sequence[float]]:
             return [known.get(a, own)[: most[a]] for a, own in enumerate(chances)]
 
-        costs = CostsOfOne.of(self.costs, context, max(most), filled)
+        costs = CostsOfOne.of(self.costs, context, max(most), filled, self._starts())
         plain = costs.plain
         if not any(most):
             return attrs.evolve(plain, reason=NO_ROOM)
         chances = able(self.acceptance.survival_of_one(row))
         plan = self._earned(best_of_one(chances, costs, plain))
+        tried = self._trials.again([row], plan, [most])
+        if tried is not None:
+            who, depth = int(tried[0][0]), int(tried[1][0])
+            return attrs.evolve(costs.planned(who, chances[who], depth), reason=TRIED)
         if self._trials.tries_plain(plan, plain, lambda: self.costs.plain_doubt(1)):
             return attrs.evolve(plain, reason=TRIED_PLAIN)
         if not self._trials.is_due(1):
@@ -177,7 +216,26 @@ class DraftPolicy:
         hopeful = able(self.acceptance.survival_of_one(row, [hope_of_one(age) for age in ages]))
         shares = self._cost_shares()
         ages = [age + (FRESH + 1) * (share < 1) for age, share in zip(ages, shares, strict=True)]
-        return tried_of_one(self._trials, plan, chances, hopeful, ages, costs, shares)
+        found = tried_of_one(self._trials, plan, chances, hopeful, ages, costs, shares)
+        return self._begun(found, [row], plan)
+
+    def _begun(self, found: Plan, rows: Sequence[int], plan: Plan) -> Plan:
+        """Return a plan, whose trial goes on in the next steps, if it is one.
+
+        Args:
+            plan: the best one.
+        """
+        if found.reason == TRIED:
+            tried = {found.who[place] for place in self._trials.begin(rows, plan, found)}
+            starts = self._starts()
+            self._trials.pay(plan.rate * sum(_RUN * starts[a] for a in tried))
+        return found
+
+    def _starts(self) -> list[float]:
+        """Return the seconds more that each algorithm's drafting takes in each of some steps, [A],
+        because it is to be caught up first."""
+        paused = [self._step - each > 1 + _MOST_PAUSE for each in self._planned]
+        return [each / _RUN * late for each, late in zip(self._catch_up, paused, strict=True)]
 
     def _cost_shares(self) -> list[float]:
         """Return what each algorithm's drafting may cost at best, [A], as a share of what is
@@ -240,7 +298,10 @@ class DraftPolicy:
                 self._drafted[a] = self._step
                 share = min(1.0, max(0.02, float(made) / wanted))
                 self._filled[a] += 0.05 * (share - self._filled[a])
-        self._learn_cost(outcome, work)
+        if outcome.caught_up:
+            self._learn_catch_up(outcome, work)
+        else:
+            self._learn_cost(outcome, work)
 
     def probe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Learn what steps take that were run before the first request; of their tokens nothing is
@@ -251,6 +312,18 @@ class DraftPolicy:
     def _learn_cost(self, outcome: StepOutcome, work: StepWork, *, trusted: bool = False) -> None:
         if outcome.seconds is not None:
             self.costs.observe(work, outcome.seconds, outcome.draft_seconds, trusted=trusted)
+
+    def _learn_catch_up(self, outcome: StepOutcome, work: StepWork) -> None:
+        """Learn how much longer drafting takes where an algorithm is caught up: no longer than a
+        step, since nobody would draft again after one that stood still."""
+        if outcome.draft_seconds is None or not self.costs.is_measured:
+            return
+        more = outcome.draft_seconds - self.costs.draft_seconds(work)
+        more = min(max(more, 0.0), self.costs.plain_seconds(work.bs))
+        for a in outcome.caught_up:
+            if work.requests[a]:
+                known = self._catch_up[a]
+                self._catch_up[a] = known + _OF_CATCH_UP * (more - known) if known else more
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""

@@ -156,6 +156,7 @@ class MeasuredChoice:
             seconds=self._seconds(report),
             draft_seconds=self._draft_seconds(report, launched),
             known=launched.known,
+            caught_up=[self._places[each] for each in report.caught_up if each in self._places],
         )
         self.taken.add(outcome, sum(report.accept_lens))
         if self._ranks is not None:  # what it cost is learnt from what all ranks tell

@@ -36,12 +36,26 @@ class CostsOfOne:
 
     @classmethod
     def of(
-        cls, costs: StepCosts, context: float, most_nodes: int, filled: Sequence[float]
+        cls,
+        costs: StepCosts,
+        context: float,
+        most_nodes: int,
+        filled: Sequence[float],
+        starts: Sequence[float],
     ) -> CostsOfOne:
-        """Return those of steps with at most ``most_nodes`` drafted nodes."""
+        """Return those of steps with at most ``most_nodes`` drafted nodes.
+
+        Args:
+            starts: as in ``Costs.of``.
+        """
         known = costs.known(1 + most_nodes)
         curve, of_context = known.curve[: 2 + most_nodes].tolist(), known.fixed[1]
-        return cls(curve, of_context * (context * 1e-3), known.drafters, filled)
+        drafters = known.drafters
+        if any(starts):
+            drafters = [
+                [own[0] + start, *own[1:]] for own, start in zip(drafters, starts, strict=True)
+            ]
+        return cls(curve, of_context * (context * 1e-3), drafters, filled)
 
     @property
     def plain(self) -> Plan:

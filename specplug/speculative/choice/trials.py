@@ -37,6 +37,8 @@ _DEAR = 64
 believed: after twice as many half of it, and so on."""
 _DEPTHS = 3, 1
 """How deep a trial drafts at most: the first that can be paid for."""
+_LASTS = 3
+"""Steps that a trial takes: the first one says little of what the next ones cost."""
 _REST = 5
 """Turns between two trials of the slower way, where a turn drafts for all or for none."""
 _FEW, _MANY = 8, 32
@@ -59,6 +61,8 @@ class Trials:
         self._plain_age = 0.0
         self._drafted = True
         self._step = 0
+        self._tried: dict[int, tuple[int, int]] = {}  # by row: who drafts how deep
+        self._left = 0
 
     def earn(self, plan: Plan) -> None:
         """Count a step that is about to be taken."""
@@ -155,16 +159,54 @@ class Trials:
 
         return self.paid(plan, tried)
 
+    def begin(self, rows: Sequence[int], plan: Plan, tried: Plan) -> list[int]:
+        """Let a trial go on in the next steps, and return the places of what it tries.
+
+        Args:
+            rows: of the requests.
+            plan: the best one.
+            tried: that of the trial.
+        """
+        places: list[int] = np.flatnonzero((tried.who != plan.who) & (tried.who >= 0)).tolist()
+        self._tried = {rows[n]: (int(tried.who[n]), int(tried.depths[n])) for n in places}
+        self._left = _LASTS - 1
+        return places
+
+    def again(
+        self, rows: Sequence[int], plan: Plan, most: Array | Sequence[Sequence[int]]
+    ) -> tuple[Array, Array] | None:
+        """Return who drafts how deep in the next step of a trial; None: none goes on.
+
+        Args:
+            rows: of the requests.
+            plan: the best one.
+            most: [n, A], how deep each algorithm may draft.
+        """
+        if not self._left:
+            return None
+        self._left -= 1
+        who, depths = plan.who.copy(), plan.depths.copy()
+        for place, row in enumerate(rows):
+            of, depth = self._tried.get(row, (-1, 0))
+            depth = min(depth, int(most[place][of]))
+            if depth and of != who[place]:
+                who[place], depths[place] = of, depth
+        return None if (who == plan.who).all() else (who, depths)
+
+    def pay(self, tokens: float) -> None:
+        """Pay what a trial costs beside its steps."""
+        self.credit = max(0.0, self.credit - tokens)
+
     def paid(self, plan: Plan, tried: Callable[[int], Plan]) -> Plan:
-        """Return the first trial that there is credit for, and pay for it; ``plan``, if there is
-        none.
+        """Return the first trial that there is credit for, and pay for its steps; ``plan``, if
+        there is none.
 
         Args:
             tried: gives a trial, by how deep it drafts at most.
         """
         for most in _DEPTHS:
             found = tried(most)
-            lost = plan.rate * found.seconds - found.tokens
+            lost = _LASTS * (plan.rate * found.seconds - found.tokens)
             if lost <= self.credit:
                 self.credit -= max(0.0, lost)
                 self._wanted = 0.0

@@ -105,6 +105,32 @@ def test_choice_on_a_gpu_gives_the_best_of_single_ones(kinds: tuple[str, ...], b
     assert rate > 0.98 * bs / gpu.seconds(none - 1, none)
 
 
+@pytest.mark.parametrize("bs", [1, 16, 64])
+def test_drafter_that_is_caught_up_first_is_found(bs: int) -> None:
+    """Requests that copied text begin to write new text. A first step of EAGLE-3 then takes nearly
+    twice as long, since it is fed what it was not; that says nothing of the second one."""
+    gpu = Machine(
+        target=lambda rows: float(np.interp(rows, H200_ROWS, H200_MS)) * 1e-3,
+        drafters=(TELLS, DRAFTS),
+        padded=True,
+        catch_up=(0.0, 3.5e-3),
+    )
+    texts = [np.array([TEXTS[kind]] * bs) for kind in ("copied", "new")]
+    run = simulate(
+        gpu,
+        lambda step: texts[step >= 150],
+        300,
+        depth=7,
+        declared=GPU_COSTS,
+        noise=0.01,
+        lag=2,
+        foreseen=(0,),
+        probes=False,
+    )
+    best, *_ = best_fixed(gpu, lambda step: texts[1], 1, 7)
+    assert run.rate(180) > 0.96 * best
+
+
 def test_change_within_a_request_is_followed() -> None:
     phases = 0.5, 0.95, 0.02
     run = simulate(
