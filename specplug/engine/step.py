@@ -204,7 +204,7 @@ class StepRunner:
             tokens=upload([t for chunk in scheduled for t in chunk.tokens], self._device),
             last_rows=upload([end - 1 for end in accumulate(widths)], self._device),
         )
-        padding = Padding.of(widths, max(widths), self._device)
+        padding = Padding.of_chunks(widths, max(widths), self._device)
         plan = self._plan(rows, starts, max(widths), padding=padding, used=ends)
         return ChunkRows(group=group, chunks=chunks, plan=plan)
 

@@ -71,6 +71,8 @@ _MOST_COPIED_DIM = 128
 _COPIED_KEYS = 8  # of a program, and how much of them at a time
 _COPIED_COLUMNS = 1024
 _NUMBERS = ["offset", "bs", "width", "num_tiles", "window", "table_stride", "capacity"]
+_PLACES = ["table", "req_indices", "starts", "positions"]
+"""Arguments that may begin anywhere, as a part of another tensor does."""
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -113,7 +115,7 @@ def _num_parts(start, offset, BLOCK: tl.constexpr, PART: tl.constexpr):
     return (end + PART - 1) // PART, end
 
 
-@triton.jit(do_not_specialize=_NUMBERS)
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_PLACES)
 def _committed_parts(
     q, keys, values, table, req_indices, starts, positions, padded_rows, tops, totals, mixed,
     row_stride, head_stride, slot_stride, key_head_stride, table_stride,
@@ -243,7 +245,9 @@ def _tail_block(
     return exponents_of(q, k, seen, scale, softcap, HAS_SOFTCAP, PRECISION), v
 
 
-@triton.jit(do_not_specialize=[*_NUMBERS, "span", "order_stride"])
+@triton.jit(
+    do_not_specialize=[*_NUMBERS, "span", "order_stride"], do_not_specialize_on_alignment=_PLACES
+)
 def _row_tails(
     q, keys, values, out, table, req_indices, starts, positions, flat_index, order, counts, sinks,
     tops, totals, mixed,
@@ -397,6 +401,7 @@ class PagedAttention:
             properties = torch.cuda.get_device_properties(device)
             self._programs = _PROGRAMS * properties.multi_processor_count
         self._workspace = torch.empty(workspace_bytes // 4, device=device)
+        self._most_requests = 1
 
     def reserve(
         self, num_slots: int, num_requests: int, kv_heads: int, dim: int, num_rows: int
@@ -406,6 +411,7 @@ class PagedAttention:
 
         Passes that are wider, or whose requests share slots, may lack room.
         """
+        self._most_requests = max(self._most_requests, num_requests)
         tile, num_tiles = _tiles_of(num_rows, _most_rows(card_of(self._workspace.device), dim))
         parts = num_slots // PART + num_requests
         size = parts * kv_heads * num_tiles * tile * (_padded_dim(dim) + 2)
@@ -434,7 +440,7 @@ class PagedAttention:
         assert q.stride(2) == 1
         assert keys.stride(2) == 1
         assert keys.stride() == values.stride()
-        call = _Call(q, keys, values, out, rows, form)
+        call = _Call(q, keys, values, out, rows, form, self._most_requests)
         if rows.order is None and rows.width >= _TILED_WIDTH:
             call.tiles(self._workspace, self._prompt_tile or prompt_tile_of(call.card, q.dtype))
         else:
@@ -444,7 +450,11 @@ class PagedAttention:
 
 @attrs.frozen(eq=False)
 class _Call:
-    """The launches of one call."""
+    """The launches of one call.
+
+    Attributes:
+        most_requests: of passes of the run, about: what has padding has one form for all of them.
+    """
 
     q: Tensor
     keys: Tensor
@@ -452,6 +462,7 @@ class _Call:
     out: Tensor
     rows: PagedRows
     form: AttentionForm
+    most_requests: int
 
     def tiles(self, workspace: Tensor, how: PromptTile) -> None:
         """Launch ``causal_tiles``, after ``copy_context`` if keys and values are to be copied."""
@@ -514,7 +525,8 @@ class _Call:
         tops, totals, mixed = workspace.split_with_sizes(
             [capacity * tile, capacity * tile, len(workspace) - 2 * capacity * tile]
         )
-        batch = max(_LEAST_BATCH, triton.next_power_of_2(bs))
+        least = _LEAST_BATCH if rows.flat_index is None else self.most_requests
+        batch = triton.next_power_of_2(max(least, bs))
         _committed_parts[(programs,)](
             self.q, self.keys, self.values, rows.table, rows.req_indices, rows.starts,
             rows.positions, _given(rows.padded_rows, out), tops, totals, mixed,

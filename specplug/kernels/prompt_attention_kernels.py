@@ -58,7 +58,14 @@ def prompt_tile_of(card: Card, dtype: torch.dtype) -> PromptTile:
     return COPIED[dtype] if card.capability[0] == 9 and dtype in COPIED else GATHERED
 
 
-@triton.jit(do_not_specialize=["offset", "width", "length", "table_stride"])
+_PLACES = ["table", "req_indices", "starts", "positions", "flat_index", "padded_rows"]
+"""Arguments that may begin anywhere, as a part of another tensor does."""
+
+
+@triton.jit(
+    do_not_specialize=["offset", "width", "length", "table_stride"],
+    do_not_specialize_on_alignment=["table", "req_indices", "starts"],
+)
 def copy_context(
     keys, values, copies, table, req_indices, starts,
     slot_stride, table_stride, offset, width, length, batch_length,
@@ -118,7 +125,8 @@ def _sum_part(
 
 
 @triton.jit(
-    do_not_specialize=["offset", "width", "num_tiles", "window", "table_stride", "copy_length"]
+    do_not_specialize=["offset", "width", "num_tiles", "window", "table_stride", "copy_length"],
+    do_not_specialize_on_alignment=_PLACES,
 )
 def causal_tiles(
     q, keys, values, out, table, req_indices, starts, positions, flat_index, padded_rows, sinks,

@@ -37,6 +37,15 @@ class Padding:
         return cls(tuple(widths), upload(flat, device), upload(padded, device))
 
     @classmethod
+    def of_chunks(cls, widths: Sequence[int], width: int, device: torch.device) -> Padding | None:
+        """Return the padding of chunks, on a GPU where they are all as wide too: a kernel has other
+        forms without one, of which a start would have to compile as many again."""
+        if device.type == "cpu" or any(w != width for w in widths):
+            return cls.of(widths, width, device)
+        places = torch.arange(width * len(widths), device=device)
+        return cls(tuple(widths), places, places)
+
+    @classmethod
     def at(cls, places: Tensor, bs: int, width: int) -> Padding:
         """Return the padding of rows whose padded places [R] int64, ascending, are known on the
         device alone, to ``width``."""
@@ -63,4 +72,4 @@ class Padding:
         if isinstance(width, int):
             return width, None
         most = max(width)
-        return most, cls.of(width, most, device)
+        return most, cls.of_chunks(width, most, device)

@@ -187,6 +187,21 @@ def test_reserved_room_is_enough_for_a_full_pool(width: int) -> None:
     assert written[0] == written[1] > 0, "all parts are summed up for all rows together"
 
 
+@pytest.mark.parametrize("tiled_width", [1, 1 << 30])
+def test_form_of_chunks_changes_no_bit(tiled_width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start compiles chunks with padding, though all are as wide, for as many requests as may
+    run."""
+    monkeypatch.setattr(kernels, "_TILED_WIDTH", tiled_width)
+    one = make_pass((31, 300), (5, 5), (4, 1, 16))
+    places = torch.arange(10, device=DEVICE)
+    padded = attrs.evolve(one.rows, flat_index=places, padded_rows=places)
+    many = PagedAttention(DEVICE, 0)
+    many.reserve(num_slots=400, num_requests=70, kv_heads=1, dim=16, num_rows=20)
+    form = AttentionForm(SCALE)
+    found = many(one.q, one.keys, one.values, padded, form)
+    assert torch.equal(found, many(one.q, one.keys, one.values, one.rows, form))
+
+
 @pytest.mark.parametrize("how", ["window", "softcap", "sinks"])
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 def test_attention_of_other_kinds_is_that_of_loops(how: str, tree: bool) -> None:
