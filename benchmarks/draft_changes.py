@@ -49,7 +49,7 @@ LENGTH, ROUNDS, DEPTH = 100, 3, 12
 STEADY = 4
 """Steps for which a change has to last to be followed."""
 SLOWER_AT = 200
-DRAFTERS = ((1e-3, 8e-4, 0.0, 1e-5), (1e-3, 8e-4, 0.0, 1e-5))
+DRAFTERS = ((1e-3, 8e-4, 0.0, 1e-5, 0.0), (1e-3, 8e-4, 0.0, 1e-5, 0.0))
 NAMES = "tells", "drafts"
 """The simulated drafters: the first tells what it would draft."""
 NEW, COPIED, NOISE = 220, 220, 160

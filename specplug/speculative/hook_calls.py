@@ -247,6 +247,18 @@ class HookCalls:
             return 0
         return min(self._num_planned - before, IN_FLIGHT)
 
+    def kept_plan(self, batch: Batch, choices: DraftChoices) -> DraftPlan | None:
+        """Return the plan of a step for which nobody needs to be asked what would be drafted, by
+        the core's own choice; None: it is to be planned.
+
+        Args:
+            choices: without what is foreseen.
+        """
+        own = self._own_choice
+        plan = None if own is None else own.kept_plan(batch, choices)
+        assert not debug.DEBUG or plan is None or plan == choices.bound(plan)
+        return plan
+
     def plan_drafts(self, runtime: Runtime, batch: Batch, choices: DraftChoices) -> DraftPlan:
         """Return who drafts for each request, and how much, within what the requests allow. The
         core's own choice keeps to that by itself."""

@@ -439,9 +439,12 @@ class HookOrder:
             wishes,
             scheduled.verify_budget,
             takes_budget=self._runtime.host.verify_budget,
-            foreseen=self._foreseen(batch),
         )
-        return self._hooks.plan_drafts(self._runtime, batch, choices)
+        kept = self._hooks.kept_plan(batch, choices)
+        if kept is not None:
+            return kept
+        told = attrs.evolve(choices, foreseen=self._foreseen(batch))
+        return self._hooks.plan_drafts(self._runtime, batch, told)
 
     def _foreseen(self, batch: Batch) -> tuple[ForeseenDrafts, ...]:
         """Return what each that can draft says that it would."""

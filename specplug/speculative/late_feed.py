@@ -29,6 +29,8 @@ _MANY_BYTES = 256 << 20
 """Bytes from which on less waits. A row takes two tokens and what was captured, refused nodes' too:
 3 KiB for DSPARK beside the default model, 40 KiB beside an 8B model in bf16, of which 128 rows of
 50 requests have as many."""
+_SHORT = 64
+"""Rows of a chunk from which on its stand-ins are powers of two alone."""
 _MOST_STAND_IN_ROWS = 2048
 """Rows of a start's longest stand-in for what waits; ``_MANY_BYTES`` are fewer, mostly."""
 _UNTOLD = 64
@@ -223,8 +225,7 @@ def stand_ins(
         output=output,
         lens=(1,) * bs,
     )
-    for power in range(1, longest.bit_length()):
-        width = 1 << power
+    for width in _stand_in_widths(longest):
         if width > 2 and width * bs > _MOST_STAND_IN_ROWS:
             return
         alike = [width - place % 2 for place in range(bs)]
@@ -233,6 +234,16 @@ def stand_ins(
             chunk, joined = _chunk(batch, [step] * width, own)
             chunk.is_warm_up = batch.is_warm_up
             yield chunk, joined
+
+
+def _stand_in_widths(longest: int) -> Iterator[int]:
+    """Yield powers of two up to ``longest``, and what lies between two: a form depends on the width
+    and on the rows of all requests together."""
+    for power in range(1, longest.bit_length()):
+        yield 1 << power
+        between = 3 << (power - 1)
+        if between < min(longest, _SHORT):
+            yield between
 
 
 def _part(batch: Batch, places: Sequence[int]) -> Batch:

@@ -66,7 +66,7 @@ class Costs:
 
     Attributes:
         curve: [rows + 1] of the target's pass.
-        drafters: [A, 4] as ``StepCosts.drafters``.
+        drafters: [A, 5] as ``StepCosts.drafters``.
         ragged: as ``StepCosts.ragged``.
         filled: [A] the share of the nodes asked for that an algorithm drafts.
     """
@@ -162,8 +162,8 @@ def _for_many(survival: Array, costs: Costs, rate: float) -> Plan | None:
     requests = of_mine @ (reach > 0).astype(np.float64).transpose(1, 0, 2)  # [A, S, T]
     own = mine[:, :, :, None] * reach.transpose(1, 0, 2)[:, None]  # [A, S, n, T]
     most = own.max(2)  # [A, S, T]
-    any_, depth, request, node = costs.drafters.T[:, :, None, None]
-    every = any_ * (most > 0) + request * requests
+    any_, depth, request, node, some = costs.drafters.T[:, :, None, None]
+    every = any_ * (most > 0) + request * requests + some * ((requests > 0) & (requests < bs))
     most = most[:, :, :, None]
     seconds = every[:, :, :, None] + depth[:, :, :, None] * np.minimum(most, limits)
     total = seconds.sum(0).reshape(len(who), -1) + (node * nodes).sum(0)  # [S, W]
@@ -246,8 +246,9 @@ def _seconds(deep: Array, who: Array, allowed: list[int], costs: Costs) -> Array
         drafter, most = costs.drafters[a], mine.max(0)
         drafted = mine.sum(0) * costs.filled[a]
         nodes += drafted
+        requests = np.count_nonzero(mine, 0)
         seconds += drafter[0] * (most > 0) + drafter[1] * most + drafter[3] * drafted
-        seconds += drafter[2] * np.count_nonzero(mine, 0)
+        seconds += drafter[2] * requests + drafter[4] * ((requests > 0) & (requests < bs))
     seconds += costs.curve[bs + np.ceil(nodes).astype(np.int64)]
     seconds += costs.ragged * (deep.max(0) != deep.min(0))
     return seconds

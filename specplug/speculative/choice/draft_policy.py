@@ -137,6 +137,13 @@ class DraftPolicy:
             self._planned[a] = self._step
         return plan
 
+    def keep(self, plan: Plan) -> None:
+        """Count a step that keeps to the plan of the one before it, the best one."""
+        self._step += 1
+        self._earned(plan)
+        for a in set(plan.who.tolist()) - {-1}:
+            self._planned[a] = self._step
+
     def _plan_many(
         self,
         rows: Array,

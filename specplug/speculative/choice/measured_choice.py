@@ -13,7 +13,8 @@ import numpy as np
 
 from specplug.hookspecs import hookimpl
 from specplug.speculative.choice.benefit import Benefit, TakenSteps
-from specplug.speculative.choice.draft_policy import DraftPolicy, StepOutcome
+from specplug.speculative.choice.best_plan import BEST, NOTHING_PAYS, Plan
+from specplug.speculative.choice.draft_policy import NO_ROOM, DraftPolicy, StepOutcome
 from specplug.speculative.choice.foresight import Foresight, Rows
 from specplug.speculative.choice.rank_costs import RankCosts
 from specplug.speculative.choice.step_cost import CPU_COSTS, GPU_COSTS, StepCosts
@@ -33,6 +34,10 @@ _ON_DEVICE = "propose", "target", "verify", "extend", "receive"
 """Parts of ``StepReport.seconds`` that a device with a clock of its own takes."""
 
 
+_KEPT = 3
+"""Steps that keep to the plan of the one before them, where the requests are the same and at least
+``_SEVERAL``: a plan takes longer the more there are, and a device may wait for the host then."""
+_SEVERAL = 4
 _MOST_LAUNCHED = 8
 """Steps that are planned and not processed at most."""
 
@@ -76,6 +81,7 @@ class MeasuredChoice:
         self._names: tuple[str, ...] = ()
         self._places: dict[str, int] = {}
         self._room: _Room | None = None
+        self._kept: _Kept | None = None
         self._launched: deque[_Launched] = deque(maxlen=_MOST_LAUNCHED)
         self._on_cpu = True
         self._ranks: RankCosts | None = None
@@ -98,28 +104,54 @@ class MeasuredChoice:
         """Of a step, as learned so far; None before the first one."""
         return None if self._policy is None else self._policy.costs
 
+    def kept_plan(self, batch: Batch, choices: DraftChoices) -> DraftPlan | None:
+        """Return the plan of a step that needs no new one; None: it is to be planned.
+
+        Args:
+            choices: without what is foreseen.
+        """
+        policy, kept = self._policy, self._kept
+        if policy is None:
+            return None
+        if max(choices.most_nodes, default=1) == 1 or not any(choices.allowed):
+            self._launched.append(_Launched(_ids(batch), _context(batch)))
+            nobody = (NOBODY,) * choices.size, (1,) * choices.size
+            return DraftPlan(who=nobody[0], most_nodes=nobody[1], reason=NO_ROOM)
+        if kept is None or not kept.left or not kept.room.is_of(choices):
+            return None
+        if kept.launched.request_ids != _ids(batch):
+            return None
+        kept.left -= 1
+        policy.keep(kept.plan)
+        self._launched.append(attrs.evolve(kept.launched, context=_context(batch)))
+        return kept.told
+
     @hookimpl
     def plan_drafts(self, runtime: Runtime, batch: Batch, choices: DraftChoices) -> DraftPlan:
         """Return the plan of a step."""
         policy = self._policy or self._start(
             runtime, choices.names, choices.num_draft_tokens, choices.foreseen
         )
-        ids = tuple([request.request_id for request in batch.requests])
-        context = float(sum([len(request.token_ids) for request in batch.requests]))
+        ids, context = _ids(batch), _context(batch)
         foreseen = {a: each for a, each in enumerate(choices.foreseen) if each.is_told}
         known = {a: self._foresee(a, each, batch) for a, each in foreseen.items()}
         if self._room is None or not self._room.is_of(choices):
             self._room = _Room.of(choices)
         plan = policy.plan(ids, self._room.depths, context, known)
-        self._launched.append(_Launched(ids, context, tuple(known)))
+        launched = _Launched(ids, context, tuple(known))
+        self._launched.append(launched)
         nodes = [1 + depth for depth in plan.depths.tolist()]  # 0 where nobody drafts
-        return DraftPlan(
+        told = DraftPlan(
             who=tuple(plan.who.tolist()),
             most_nodes=tuple(nodes),
             reason=plan.reason,
             expected_tokens=plan.tokens,
             expected_seconds=plan.seconds if policy.costs.is_measured else None,
         )
+        self._kept = None
+        if len(ids) >= _SEVERAL and plan.reason in (BEST, NOTHING_PAYS):
+            self._kept = _Kept(plan, told, launched, self._room, _KEPT)
+        return told
 
     @hookimpl(wrapper=True)
     def propose(self) -> Generator[None, Draft | None, Draft | None]:
@@ -235,6 +267,16 @@ class MeasuredChoice:
         return device + host if self._on_cpu else max(device, host)
 
 
+def _ids(batch: Batch) -> tuple[str, ...]:
+    """Return the names of a batch's requests."""
+    return tuple([request.request_id for request in batch.requests])
+
+
+def _context(batch: Batch) -> float:
+    """Return the tokens of all requests, as far as the host knows."""
+    return float(sum([len(request.token_ids) for request in batch.requests]))
+
+
 @attrs.frozen(eq=False)
 class _Room:
     """How deep drafts may be: mostly the same from step to step.
@@ -261,3 +303,21 @@ class _Room:
             allowed[place, list(those)] = True
         depths: np.ndarray = np.where(allowed, np.minimum(nodes - 1, _DEEPEST), 0)
         return cls(choices.allowed, choices.most_nodes, depths)
+
+
+@attrs.define(eq=False)
+class _Kept:
+    """A plan that the next steps may keep to.
+
+    Attributes:
+        plan, told: the same, as the policy made it and as the step was told.
+        launched: its step.
+        room: in which it was made.
+        left: for how many steps more it is good.
+    """
+
+    plan: Plan
+    told: DraftPlan
+    launched: _Launched
+    room: _Room
+    left: int

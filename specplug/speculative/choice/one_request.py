@@ -64,7 +64,7 @@ class CostsOfOne:
 
     def planned(self, who: int, chances: Sequence[float], depth: int) -> Plan:
         """Return the plan in which an algorithm drafts so deep."""
-        any_, of_depth, request, node = self.drafters[who]
+        any_, of_depth, request, node, _ = self.drafters[who]
         nodes = self.filled[who] * depth
         seconds = self.curve[1 + math.ceil(nodes)] + self.context
         seconds += any_ + request + of_depth * depth + node * nodes
@@ -77,7 +77,7 @@ def best_of_one(chances: Chances, costs: CostsOfOne, plain: Plan) -> Plan:
     curve, context = costs.curve, costs.context
     most, best = MARGIN * plain.rate, (-1, 0)
     for a, own in enumerate(chances):
-        any_, of_depth, request, node = costs.drafters[a]
+        any_, of_depth, request, node, _ = costs.drafters[a]
         fixed, share, tokens = any_ + request + context, costs.filled[a], 1.0
         of_depth += node * share
         for depth, chance in enumerate(own, 1):

@@ -3,7 +3,8 @@
 The target's time over rows is a curve with a knot at each size that passes are padded to, between
 which it is a line; nothing says that it is straight or bends one way (rows touch more experts; a
 product runs in tiles). A drafter's time is a sum: for drafting at all, for each depth (a pass), for
-each request and for each node.
+each request and for each node, and for drafting for some of the requests alone: that takes many
+small launches, for which a fast device waits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Several = Sequence[float] | Array
 
 _KNOTS = np.array([*row_buckets(MOST_ROWS), 768, 1024, 1536, 2048, 4096], dtype=np.float64)
 _LOWER = np.concatenate([[0.0], _KNOTS[:-1]])
-_OF_DRAFTER = 4  # any, depth, requests, nodes
+_OF_DRAFTER = 5  # any, depth, requests, nodes, some
 _FIXED = len(_KNOTS) + 3  # and each request, context, raggedness
 _LIKENESS = 0.8
 """How much a row costs alike in two neighbouring spans of the curve."""
@@ -65,6 +66,7 @@ class DeclaredCosts:
         depth: of each depth of the deepest draft.
         drafting: of each request that is drafted for.
         node: of each drafted node, beside its row.
+        some: of drafting for some of the requests, not for all.
         ragged: of a step whose requests have differing numbers of nodes.
     """
 
@@ -75,6 +77,7 @@ class DeclaredCosts:
     depth: float = 0.05
     drafting: float = 0.005
     node: float = 0.001
+    some: float = 0.01
     ragged: float = 0.01
 
     def of_text(self) -> DeclaredCosts:
@@ -85,7 +88,9 @@ class DeclaredCosts:
 
 CPU_COSTS = DeclaredCosts(request=0.08, row=0.03, draft=0.06, depth=0.06)
 """About those of the default model on one thread."""
-GPU_COSTS = DeclaredCosts(request=0.005, row=0.0042, draft=0.02, depth=0.04, drafting=0.002)
+GPU_COSTS = DeclaredCosts(
+    request=0.005, row=0.0042, draft=0.02, depth=0.04, drafting=0.002, some=0.1
+)
 """About those of an 8B Llama in bf16 on an H200 (a chain of 5 takes 1.02, 1.15 and 1.57 times a
 plain step at batch sizes 1, 8 and 32)."""
 
@@ -135,8 +140,8 @@ class StepCosts:
         costs = [1.0, *rising[1:], first.request, first.context, first.ragged]
         scales = [*(0.15 * np.minimum(_KNOTS - _LOWER, 64) ** 0.5), 0.02, 0.02, 0.05]
         for each in every[:algorithms]:
-            costs += [each.draft, each.depth, each.drafting, each.node]
-            scales += [0.1, 0.1, 0.02, 0.01]
+            costs += [each.draft, each.depth, each.drafting, each.node, each.some]
+            scales += [0.1, 0.1, 0.02, 0.01, 0.3]
         likeness = np.eye(len(costs))
         spans = np.arange(1, len(_KNOTS))
         likeness[1 : len(_KNOTS), 1 : len(_KNOTS)] = _LIKENESS ** abs(spans - spans[:, None])
@@ -261,9 +266,9 @@ class StepCosts:
             total += ragged * work.ragged
         if drafting:
             every = zip(known.drafters, work.depths, work.requests, work.nodes, strict=True)
-            for (any_, of_depth, request, node), depth, requests, nodes in every:
+            for (any_, of_depth, request, node, some), depth, requests, nodes in every:
                 total += any_ * (requests > 0) + of_depth * depth
-                total += request * requests + node * nodes
+                total += request * requests + node * nodes + some * (0 < requests < work.bs)
         return total
 
     def known(self, most_rows: int) -> KnownCosts:
@@ -299,8 +304,8 @@ class StepCosts:
 
     @property
     def drafters(self) -> Array:
-        """[A, 4] float64, each algorithm's seconds: of drafting at all, of a depth, of a request,
-        of a node."""
+        """[A, 5] float64, each algorithm's seconds: of drafting at all, of a depth, of a request,
+        of a node, and of drafting for some of the requests alone."""
         return self._filter.costs[_FIXED:].reshape(self.algorithms, _OF_DRAFTER)
 
     def padded_rows(self, rows: int) -> int:
@@ -322,6 +327,7 @@ class StepCosts:
         of_drafters[:, 1] = work.depths
         of_drafters[:, 2] = work.requests
         of_drafters[:, 3] = work.nodes
+        of_drafters[:, 4] = [0 < requests < work.bs for requests in work.requests]
         return weights
 
     def _row_weights(self, most: int) -> Array:

@@ -42,8 +42,8 @@ _LASTS = 3
 _REST = 5
 """Turns between two trials of the slower way, where a turn drafts for all or for none."""
 _FEW, _MANY = 8, 32
-"""Requests up to which trials are looked for in each of the first steps, and from which on in every
-eighth only, since that takes as long as a plan; else in every fourth."""
+"""Requests up to which trials are looked for in each of the first steps, and from which on in one
+of eight only, since that takes as long as a plan; else in one of four."""
 _FIRST = 32
 """How many these first steps are."""
 
@@ -63,6 +63,7 @@ class Trials:
         self._step = 0
         self._tried: dict[int, tuple[int, int]] = {}  # by row: who drafts how deep
         self._left = 0
+        self._looked = 0  # the step in which drafts to try were last looked for
 
     def earn(self, plan: Plan) -> None:
         """Count a step that is about to be taken."""
@@ -117,9 +118,11 @@ class Trials:
 
     def is_due(self, bs: int) -> bool:
         """Return whether to look for other drafts to try in this step."""
-        if bs <= _FEW and self._step < _FIRST:
-            return True
-        return self._step % (8 if bs > _MANY else 4) == 0
+        every = 8 if bs > _MANY else 4
+        if not (bs <= _FEW and self._step < _FIRST) and self._step - self._looked < every:
+            return False
+        self._looked = self._step
+        return True
 
     def mended(
         self,
@@ -131,7 +134,8 @@ class Trials:
         shares: Sequence[float],
     ) -> Plan:
         """Return the plan with some requests drafted for as would be best if all were as good as it
-        may be, if that is better, and there is credit for what it costs if it is not.
+        may be, if that is better, and there is credit for what it costs if it is not: those that
+        were not for longest, or all that were not for long, if that is cheaper.
 
         Args:
             survival: [n, A, D] as the plan was made of.
@@ -146,16 +150,19 @@ class Trials:
         bs = len(plan.who)
         age = np.where(hoped.who >= 0, ages[np.arange(bs), hoped.who], 0)
         age[hoped.who == plan.who] = 0
-        oldest = np.argsort(-age, kind="stable")[: max(2, bs // 8)]
-        oldest = oldest[age[oldest] > FRESH]
-        if not len(oldest):
+        old = np.argsort(-age, kind="stable")[: np.count_nonzero(age > FRESH)]
+        if not len(old):
             return plan
 
-        def tried(most: int) -> Plan:
+        def of_those(places: Array, most: int) -> Plan:
             who, depths = plan.who.copy(), plan.depths.copy()
-            who[oldest] = hoped.who[oldest]
-            depths[oldest] = np.minimum(hoped.depths[oldest], most)
+            who[places] = hoped.who[places]
+            depths[places] = np.minimum(hoped.depths[places], most)
             return planned(who, depths, survival, costs)
+
+        def tried(most: int) -> Plan:
+            few, every = of_those(old[: max(2, bs // 8)], most), of_those(old, most)
+            return min(few, every, key=lambda each: plan.rate * each.seconds - each.tokens)
 
         return self.paid(plan, tried)
 

@@ -12,7 +12,7 @@ from specplug.speculative.choice.one_request import CostsOfOne, best_of_one
 
 
 def costs(curve: np.ndarray, *, ragged: float = 0.0) -> Costs:
-    drafters = np.array([[0.1, 0.1, 0.0, 0.001], [0.05, 0.02, 0.01, 0.0]])
+    drafters = np.array([[0.1, 0.1, 0.0, 0.001, 0.1], [0.05, 0.02, 0.01, 0.0, 0.02]])
     return Costs(curve, drafters, ragged, np.ones(2))
 
 
@@ -56,7 +56,7 @@ def test_drafts_that_hardly_look_better_are_left_out(bs: int, better: float, dra
     curve = bs + 0.5 * (np.arange(4 * bs + 1) - bs)
     survival = np.zeros((bs, 1, 3))
     survival[:, 0, 0] = 1.5 * better - 1  # 1.5 times the tokens would be worth the time
-    found = best_plan(survival, Costs(curve, np.zeros((1, 4)), 0.0, np.ones(1)), 1.0)
+    found = best_plan(survival, Costs(curve, np.zeros((1, 5)), 0.0, np.ones(1)), 1.0)
     assert (found.who >= 0).tolist() == [drafts] * bs
 
 

@@ -11,7 +11,7 @@ from draft_simulator import Machine, best_fixed, plain, simulate, survival
 from specplug.speculative.choice.draft_policy import DraftPolicy, StepOutcome
 from specplug.speculative.choice.step_cost import CPU_COSTS, GPU_COSTS, StepCosts
 
-DRAFTERS = ((1e-3, 8e-4, 0.0, 1e-5), (1e-3, 8e-4, 0.0, 1e-5))
+DRAFTERS = ((1e-3, 8e-4, 0.0, 1e-5, 0.0), (1e-3, 8e-4, 0.0, 1e-5, 0.0))
 DEPTH = 12
 
 CURVES: dict[str, tuple[Callable[[float], float], bool]] = {
@@ -65,7 +65,7 @@ def test_mixed_batch_beats_every_single_one(curve: str, bs: int) -> None:
 H200_ROWS = 1, 16, 48, 64, 96, 128, 384
 H200_MS = 4.39, 4.58, 5.04, 5.76, 6.35, 6.7, 12.3
 """Milliseconds of an 8B Llama's pass in bf16 over so many rows, on an H200."""
-TELLS, DRAFTS = (2.5e-4, 0.0, 4e-6, 0.0), (2.5e-4, 1.45e-4, 3e-6, 0.0)
+TELLS, DRAFTS = (2.5e-4, 0.0, 4e-6, 0.0, 0.0), (2.5e-4, 1.45e-4, 3e-6, 0.0, 0.0)
 """There too: NGRAM, which tells what it would draft, a step too early, and a chain of EAGLE-3."""
 TEXTS = {"new": (0.0, 0.64), "copied": (0.9, 0.64), "noise": (0.0, 0.02)}
 
@@ -105,13 +105,15 @@ def test_choice_on_a_gpu_gives_the_best_of_single_ones(kinds: tuple[str, ...], b
     assert rate > 0.98 * bs / gpu.seconds(none - 1, none)
 
 
+@pytest.mark.parametrize("some", [0.0, 4e-3])
 @pytest.mark.parametrize("bs", [1, 16, 64])
-def test_drafter_that_is_caught_up_first_is_found(bs: int) -> None:
+def test_drafter_that_is_caught_up_first_is_found(bs: int, some: float) -> None:
     """Requests that copied text begin to write new text. A first step of EAGLE-3 then takes nearly
-    twice as long, since it is fed what it was not; that says nothing of the second one."""
+    twice as long, since it is fed what it was not; that says nothing of the second one. Nor does a
+    step in which it drafts for some requests, for whose launches the device waits."""
     gpu = Machine(
         target=lambda rows: float(np.interp(rows, H200_ROWS, H200_MS)) * 1e-3,
-        drafters=(TELLS, DRAFTS),
+        drafters=(TELLS, (*DRAFTS[:4], some)),
         padded=True,
         catch_up=(0.0, 3.5e-3),
     )

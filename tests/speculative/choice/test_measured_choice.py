@@ -109,6 +109,34 @@ def test_plan_follows_what_requests_of_a_step_allow() -> None:
         assert planned_of_two(choice, (8,) * size).who == (1,) * size
 
 
+def kept(choice: MeasuredChoice, names: str, most: int, *wishes: DraftWish) -> DraftPlan | None:
+    """Return the plan of a step that needs no new one."""
+    choices = DraftChoices.of({"MODEL": 8, "TEXT": 8}, (most,) * len(names), wishes, None)
+    stub: Any = Stub(requests=tuple(Stub(request_id=name) for name in names))
+    return choice.kept_plan(stub, choices)
+
+
+def test_plan_of_several_requests_is_kept_for_some_steps() -> None:
+    choice = MeasuredChoice(deterministic=True)
+    assert kept(choice, "01234", 8) is None
+    plan = planned_of_two(choice, (8,) * 5)
+    assert [kept(choice, "01234", 8) for _ in range(4)] == [plan, plan, plan, None]
+    for names, most in (("0123", 8), ("01235", 8), ("01234", 7)):  # another step is planned anew
+        planned_of_two(choice, (8,) * 5)
+        assert kept(choice, names, most) is None
+    planned_of_two(choice, (8,) * 3)
+    assert kept(choice, "012", 8) is None  # a plan of few takes little
+
+
+def test_nobody_is_asked_where_no_request_wants_drafts() -> None:
+    choice = MeasuredChoice(deterministic=True)
+    planned_of_two(choice, (8,))
+    for names, most, wish in (("0", 8, "NONE"), ("01", 1, None)):
+        plan = kept(choice, names, most, *[DraftWish(algorithm=wish)] * len(names))
+        assert plan is not None
+        assert plan.drafts_nothing
+
+
 def test_plan_of_no_request_is_empty() -> None:
     choice = MeasuredChoice(deterministic=True)
     for most in ((), (8,), ()):
