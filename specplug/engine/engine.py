@@ -490,6 +490,7 @@ def _report(result: StepResult, sampled: Sequence[bool], kept: Sequence[int]) ->
         lost_prefixes=step.lost_prefixes,
         free_pages=step.free_pages,
         cached_pages=step.cached_pages,
+        draft_seconds=decode.draft_seconds if decode else 0.0,
         seconds={**result.clock.seconds(), "host": result.host_seconds},
         is_cold=result.is_cold,
         caught_up=result.caught_up,

@@ -334,7 +334,7 @@ class DecodeResult:
         outputs: what requests asked for, of these bs·C rows; None if nothing.
         chances: of the nodes, as ``Committed.chances``.
         proposed: nodes of each request's draft before it was cut.
-        drafters, planned, plan: as in ``Drafted``.
+        drafters, planned, plan, draft_seconds: as in ``Drafted``.
         counts: nodes verified for each request; a tensor [bs] int64 where the device alone knew
             them.
     """
@@ -346,6 +346,7 @@ class DecodeResult:
     drafters: tuple[str, ...]
     planned: tuple[int, ...]
     plan: DraftPlan | None
+    draft_seconds: float
     counts: tuple[int, ...] | Tensor
     chances: Tensor | None
 
@@ -363,6 +364,7 @@ class DecodeResult:
             drafters=rows.drafted.drafters,
             planned=rows.drafted.planned,
             plan=rows.drafted.plan,
+            draft_seconds=rows.drafted.draft_seconds,
             counts=draft.host_counts(),
             chances=None if committed.chances is None else host_copy(committed.chances),
         )

@@ -38,6 +38,7 @@ from specplug.speculative.host_relay import IN_FLIGHT, HostRelay
 from specplug.speculative.lent_runtime import LentRuntime
 from specplug.speculative.parts_future_map import PartsFutureMap
 from specplug.speculative.plugin_guard import PluginGuard
+from specplug.speculative.several_algorithms import SeveralAlgorithms
 from specplug.speculative.trainer import DraftFiles, Trainer, TrainingBatch, TrainingLoss
 from specplug.speculative.verify import CommittedOutput, TargetOutput, VerifyOutput, verify_tree
 
@@ -100,6 +101,16 @@ class HookCalls:
         only = self._plugins.only_caller("plan_drafts")
         return only if type(only) is MeasuredChoice else None
 
+    @cached_property
+    def _own_holder(self) -> SeveralAlgorithms | None:
+        """The core's own algorithm that holds others, where no plugin wraps what it hands to them:
+        what its parts return has been checked."""
+        hooks = "propose", "build_draft_input"
+        first, second = (self._plugins.only_caller(hook) for hook in hooks)
+        if debug.DEBUG or first is not second or not isinstance(first, SeveralAlgorithms):
+            return None
+        return first
+
     @property
     def reads_on_host(self) -> bool:
         """Whether a plugin has left something for the host, which ``propose`` waits for."""
@@ -117,8 +128,10 @@ class HookCalls:
 
     @property
     def running(self) -> str | None:
-        """The plugin's hook or method that is called now; see ``PluginGuard``."""
-        return self._plugins.running
+        """The plugin's hook or method that is called now, a part's too; see ``PluginGuard``."""
+        parts = () if self._lent is None else parts_of(self._lent[0])
+        every = self._plugins.running, *(part.hooks.running for part in parts)
+        return next(filter(None, every), None)
 
     def _lend(self, runtime: Runtime) -> LentRuntime:
         """Return the runtime as hooks get it: one object for the whole run, which plugins may
@@ -282,6 +295,8 @@ class HookCalls:
         Args:
             roots: [bs] int64, the bonus tokens; not those that the plugin was lent.
         """
+        if self._own_holder is not None:
+            return self._own_holder.propose(runtime, batch, draft_input)
         hook, config, vocab_size = "propose", runtime.config, runtime.vocab_size
         self._hand_over(runtime)
         found = self._plugins.call(
@@ -357,6 +372,8 @@ class HookCalls:
         future_map: FutureMap,
     ) -> DraftInput:
         """Return what the next ``propose`` starts from."""
+        if self._own_holder is not None:
+            return self._own_holder.build_draft_input(runtime, batch, target_output)
         hook = "build_draft_input"
         like = target_output.bonus_tokens  # before plugins can replace it
         size = len(like)

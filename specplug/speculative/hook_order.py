@@ -38,6 +38,7 @@ no request, cache, sampler or grammar.
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -252,6 +253,7 @@ class Drafted(Half):
         drafters: what drafted for each request, by name; ``UNDRAFTED`` where nothing did.
         planned: the most nodes that were to be drafted for each, the root included.
         plan: by which they were; None: nothing was chosen.
+        draft_seconds: the host's time of drafting alone.
     """
 
     seq_lens: Tensor
@@ -260,6 +262,7 @@ class Drafted(Half):
     drafters: tuple[str, ...] = ()
     planned: tuple[int, ...] = ()
     plan: DraftPlan | None = None
+    draft_seconds: float = 0.0
 
     @property
     def tokens(self) -> Tensor:
@@ -369,6 +372,7 @@ class HookOrder:
             both = self._hooks.resolve_with(self.committed, self._future_map, rows)
             own = self.committed.resolve(rows) if both is None else both[0]
         starts, known = own
+        began, draft_seconds = time.perf_counter(), 0.0
         if plan is not None and plan.drafts_nothing:
             draft = Draft.chain(known.bonus_tokens.unsqueeze(1))
         else:
@@ -378,6 +382,7 @@ class HookOrder:
             # The core's own lengths place the nodes; the algorithm's are what its hooks see.
             batch = self._batch(scheduled, batch_rows, seq_lens)
             draft = self._propose(batch, draft_input, plan, known.bonus_tokens)
+            draft_seconds = time.perf_counter() - began
         most = scheduled.max_draft_nodes if plan is None else plan.most_nodes
         proposed = draft.widths or (draft.width,) * len(draft.tokens)
         if scheduled.prune is not None:
@@ -394,6 +399,7 @@ class HookOrder:
             drafters=self._names(plan, len(starts)),
             planned=most,
             plan=plan,
+            draft_seconds=draft_seconds,
         )
 
     def _batch(self, scheduled: Scheduled, rows: Tensor, seq_lens: Tensor) -> Batch:

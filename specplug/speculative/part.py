@@ -19,7 +19,7 @@ from specplug.registry import Registry, build_plugin_manager
 from specplug.speculative.defaults import CoreDefaults
 from specplug.speculative.draft import Draft, DraftInput
 from specplug.speculative.draft_state import StateTensor
-from specplug.speculative.future_map import FutureMap
+from specplug.speculative.future_map import FutureMap, is_plain
 from specplug.speculative.graph_runner import PassRunner
 from specplug.speculative.hook_calls import HookCalls, parts_of
 from specplug.speculative.late_feed import MOST_ROWS, LateFeed, stand_ins
@@ -304,8 +304,8 @@ class Part:
 
     def resolve(self, req_indices: Tensor) -> dict[str, Tensor | None]:
         """Return the state that it left for these requests [bs], under the holder's names; none if
-        it is fed late, right before it drafts."""
-        if self._late is not None:
+        it is fed late, right before it drafts, or leaves none."""
+        if self._late is not None or (is_plain(self.future_map) and not self.future_map.state):
             return {}
         return self._named(self._hooks.resolve(self.future_map, req_indices.clone())[1].state)
 

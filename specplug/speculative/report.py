@@ -76,6 +76,7 @@ class StepReport:
             acceptance and compaction, "extend" the draft model's context, "receive" what was
             received. And of the host:
             "host", scheduling the step and processing its results.
+        draft_seconds: the host's time of drafting, that of choosing who drafts not included.
         is_cold: whether a pass of it ran as it is, or was recorded, that later steps replay: it
             took longer than they will.
         caught_up: the algorithms that were fed what several steps before it have committed, because
@@ -112,6 +113,7 @@ class StepReport:
     free_pages: int = 0
     cached_pages: int = 0
     seconds: dict[str, float]
+    draft_seconds: float = 0.0
     is_cold: bool = False
     caught_up: tuple[str, ...] = ()
 

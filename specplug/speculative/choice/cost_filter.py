@@ -26,14 +26,14 @@ _STREAK = 3
 """Outliers to one side in a row that are none: the machine has changed."""
 _JUMP = 0.3
 """Share by which it may have changed then."""
-_ALL, _OF = 100, 8
+_ALL, _OF = 48, 8
 """First times of a kind that all count; of later ones that are as expected one of so many."""
 _AS_EXPECTED = 1.5
 """Standard deviations up to which a time is as expected."""
 _NOTHING = 0.005
 """The same, as a share of the whole step of which it is a part."""
 _SETTLED = 16
-"""Times after which drift is reckoned anew, once the first ones have told what costs are about."""
+"""Times after which drift is reckoned anew, once so many have told what costs are about."""
 _MOST_DOUBT = 0.6
 """Share of a cost by which it is doubted at most, however long it was not seen."""
 
@@ -107,7 +107,7 @@ class CostFilter:
             expected = seconds
         self.changes += 1
         costs = self.costs
-        if self.changes < _ALL or self.changes % _SETTLED == 0:
+        if self.changes < _SETTLED or self.changes % _SETTLED == 0:
             self._bound()
             self._drift = _DRIFT**2 * np.outer(costs, costs) + _OWN_DRIFT**2 * self._alike()
         self._spread += self._drift

@@ -3,9 +3,8 @@ extension. It hears of each step by ``on_step``."""
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import attrs
@@ -21,7 +20,6 @@ from specplug.speculative.choice.step_cost import CPU_COSTS, GPU_COSTS, StepCost
 from specplug.speculative.draft_plan import NOBODY, DraftChoices, DraftPlan, ForeseenDrafts
 
 if TYPE_CHECKING:
-    from specplug.speculative.draft import Draft
     from specplug.speculative.hook_order import Batch
     from specplug.speculative.report import RequestReport, StepReport
     from specplug.speculative.runtime import Runtime
@@ -42,7 +40,7 @@ _MOST_LAUNCHED = 8
 """Steps that are planned and not processed at most."""
 
 
-@attrs.define
+@attrs.frozen
 class _Launched:
     """A step that was planned.
 
@@ -51,13 +49,11 @@ class _Launched:
         context: committed tokens of all, as far as the host knew.
         known: the algorithms that told what they would draft. With overlap other steps are planned
             before this one is processed.
-        draft_seconds: the host's, of drafting.
     """
 
     request_ids: tuple[str, ...]
     context: float
     known: Collection[int] = ()
-    draft_seconds: float = 0.0
 
 
 class MeasuredChoice:
@@ -153,15 +149,6 @@ class MeasuredChoice:
             self._kept = _Kept(plan, told, launched, self._room, _KEPT)
         return told
 
-    @hookimpl(wrapper=True)
-    def propose(self) -> Generator[None, Draft | None, Draft | None]:
-        """Take the time of drafting alone: a step without drafts is planned too."""
-        began = time.perf_counter()
-        draft = yield
-        if self._launched:
-            self._launched[-1].draft_seconds += time.perf_counter() - began
-        return draft
-
     @hookimpl
     def on_step(self, report: StepReport) -> None:
         """Learn from a step."""
@@ -186,7 +173,7 @@ class MeasuredChoice:
             accepted=[accepted - 1 for accepted in report.accept_lens],
             context=launched.context,
             seconds=self._seconds(report),
-            draft_seconds=self._draft_seconds(report, launched),
+            draft_seconds=self._draft_seconds(report),
             known=launched.known,
             caught_up=[self._places[each] for each in report.caught_up if each in self._places],
         )
@@ -253,9 +240,9 @@ class MeasuredChoice:
                 return launched
         return None
 
-    def _draft_seconds(self, report: StepReport, launched: _Launched) -> float:
+    def _draft_seconds(self, report: StepReport) -> float:
         """Return the time of drafting, by the clock that takes the step's time."""
-        return launched.draft_seconds if self._on_cpu else report.seconds.get("propose", 0.0)
+        return report.draft_seconds if self._on_cpu else report.seconds.get("propose", 0.0)
 
     def _seconds(self, report: StepReport) -> float | None:
         """Return the time of a step; None if it did not only decode, or is cold."""
