@@ -78,7 +78,7 @@ class HookCalls:
         self._spec: Mapping[str, StateTensor] = {}
         self._lent: tuple[Runtime, LentRuntime] | None = None
         self._relay: HostRelay | None = None  # until a plugin leaves something for the host
-        self._num_planned = 0  # copies that were started when a step was last planned
+        self._num_planned = 0, 0  # copies that were started when the last steps were planned
 
     @property
     def extensions(self) -> list[dict[str, str]]:
@@ -107,9 +107,7 @@ class HookCalls:
         what its parts return has been checked."""
         hooks = "propose", "build_draft_input"
         first, second = (self._plugins.only_caller(hook) for hook in hooks)
-        if debug.DEBUG or first is not second or not isinstance(first, SeveralAlgorithms):
-            return None
-        return first
+        return first if first is second and isinstance(first, SeveralAlgorithms) else None
 
     @property
     def reads_on_host(self) -> bool:
@@ -249,16 +247,20 @@ class HookCalls:
             is_current=is_current or not self._info.capabilities.overlap,
         )
 
+    def begin_plan(self) -> None:
+        """Note that a decode step is planned, whether or not the algorithm is asked what it would
+        draft."""
+        started = 0 if self._relay is None else self._relay.num_started
+        self._num_planned = self._num_planned[1], started
+
     def _num_on_way(self, runtime: Runtime) -> int:
         """Return how many of the last copies may still be on their way when a decode step is
         planned: those that were started since the one before it was. A host that plans a step has
         processed all but the last one; without overlap that one too."""
-        if self._relay is None:
+        if self._relay is None or not _takes_time(runtime):
             return 0
-        before, self._num_planned = self._num_planned, self._relay.num_started
-        if not _takes_time(runtime):
-            return 0
-        return min(self._num_planned - before, IN_FLIGHT)
+        before, started = self._num_planned
+        return min(started - before, IN_FLIGHT)
 
     def kept_plan(self, batch: Batch, choices: DraftChoices) -> DraftPlan | None:
         """Return the plan of a step for which nobody needs to be asked what would be drafted, by
@@ -295,13 +297,17 @@ class HookCalls:
         Args:
             roots: [bs] int64, the bonus tokens; not those that the plugin was lent.
         """
-        if self._own_holder is not None:
-            return self._own_holder.propose(runtime, batch, draft_input)
         hook, config, vocab_size = "propose", runtime.config, runtime.vocab_size
-        self._hand_over(runtime)
-        found = self._plugins.call(
-            hook, runtime=self._lend(runtime), batch=batch, draft_input=draft_input
-        )
+        found: Any
+        if self._own_holder is not None:
+            found = self._own_holder.propose(runtime, batch, draft_input)
+            if not debug.DEBUG:
+                return cast("Draft", found)
+        else:
+            self._hand_over(runtime)
+            found = self._plugins.call(
+                hook, runtime=self._lend(runtime), batch=batch, draft_input=draft_input
+            )
         most = Limits(config.num_draft_tokens, config.num_steps)
         return check_draft(self._plugins, hook, found, most, roots, vocab_size)
 
@@ -372,18 +378,22 @@ class HookCalls:
         future_map: FutureMap,
     ) -> DraftInput:
         """Return what the next ``propose`` starts from."""
-        if self._own_holder is not None:
-            return self._own_holder.build_draft_input(runtime, batch, target_output)
         hook = "build_draft_input"
         like = target_output.bonus_tokens  # before plugins can replace it
         size = len(like)
-        made = self._plugins.call(
-            hook,
-            runtime=self._lend(runtime),
-            batch=batch,
-            target_output=target_output,
-            future_map=own_map(future_map),
-        )
+        made: Any
+        if self._own_holder is not None:
+            made = self._own_holder.build_draft_input(runtime, batch, target_output)
+            if not debug.DEBUG:
+                return cast("DraftInput", made)
+        else:
+            made = self._plugins.call(
+                hook,
+                runtime=self._lend(runtime),
+                batch=batch,
+                target_output=target_output,
+                future_map=own_map(future_map),
+            )
         checked = check_draft_input(self._plugins, hook, made, size, like, self._spec)
         self._leave(batch, checked.host, like.device)
         if self._relay is not None and self._relay.num_sent > _MOST_SENT:  # no step drafts

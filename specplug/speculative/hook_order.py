@@ -62,6 +62,7 @@ from specplug.speculative.host_copy import upload
 from specplug.speculative.planned_drafts import (
     Proposer,
     drafters_of,
+    drafting_hooks,
     evolved,
     late_feeds,
     plans_within,
@@ -344,6 +345,7 @@ class HookOrder:
         # Those that can draft, and the most nodes of each one's drafts.
         self._drafters = drafters_of(runtime)
         self._plans_within = plans_within(runtime)
+        self._drafting = drafting_hooks(runtime) or [hooks]
         self._late = late_feeds(runtime)
         # A subclass may count the steps, or copy their tokens: it hears of each one.
         self._hears_all = not is_plain(future_map)
@@ -446,6 +448,8 @@ class HookOrder:
             scheduled.verify_budget,
             takes_budget=self._runtime.host.verify_budget,
         )
+        for hooks in self._drafting:
+            hooks.begin_plan()
         kept = self._hooks.kept_plan(batch, choices)
         if kept is not None:
             return kept

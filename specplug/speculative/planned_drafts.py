@@ -19,6 +19,7 @@ from specplug.speculative.joint_algorithm import JointWorker
 from specplug.speculative.several_worker import SeveralWorker
 
 if TYPE_CHECKING:
+    from specplug.speculative.hook_calls import HookCalls
     from specplug.speculative.hook_order import Batch
     from specplug.speculative.late_feed import LateFeed
     from specplug.speculative.runtime import Runtime
@@ -38,6 +39,12 @@ def drafters_of(runtime: Runtime) -> Mapping[str, int]:
 def plans_within(runtime: Runtime) -> bool:
     """Return whether the run's algorithm itself gives each request to one that drafts."""
     return isinstance(runtime.worker, SeveralWorker)
+
+
+def drafting_hooks(runtime: Runtime) -> Sequence[HookCalls]:
+    """Return the hooks of the parts that can draft in a run; none where it has no such parts."""
+    worker = runtime.worker
+    return [part.hooks for part in worker.parts] if isinstance(worker, SeveralWorker) else ()
 
 
 def late_feeds(runtime: Runtime) -> Sequence[LateFeed]:

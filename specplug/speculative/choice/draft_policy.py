@@ -323,8 +323,9 @@ class DraftPolicy:
     def _learn_catch_up(self, outcome: StepOutcome, work: StepWork) -> None:
         """Learn how much longer drafting takes where an algorithm is caught up: no longer than a
         step, since nobody would draft again after one that stood still."""
-        if outcome.draft_seconds is None or not self.costs.is_measured:
+        if None in (outcome.seconds, outcome.draft_seconds) or not self.costs.is_measured:
             return
+        assert outcome.draft_seconds is not None
         more = outcome.draft_seconds - self.costs.draft_seconds(work)
         more = min(max(more, 0.0), self.costs.plain_seconds(work.bs))
         for a in outcome.caught_up:

@@ -180,7 +180,8 @@ class MeasuredChoice:
         self.taken.add(outcome, sum(report.accept_lens))
         if self._ranks is not None:  # what it cost is learnt from what all ranks tell
             work = self._policy.work_of(outcome)
-            self._ranks.note(work, outcome.seconds, outcome.draft_seconds)
+            seconds = None if outcome.caught_up else outcome.seconds
+            self._ranks.note(work, seconds, outcome.draft_seconds)
             outcome = attrs.evolve(outcome, seconds=None)
         self._policy.observe(outcome)
 
