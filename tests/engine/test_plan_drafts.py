@@ -24,6 +24,7 @@ from specplug import (
     hookimpl,
 )
 from specplug.speculative import hook_calls
+from specplug.speculative.choice.measured_choice import MeasuredChoice
 from specplug.speculative.part import Part
 
 TEXT = "def area(width, height):\n    return width * height\n\n\ndef "
@@ -305,6 +306,27 @@ def test_foresight_lacks_only_the_step_that_runs(
     (known,) = watch.known.values()
     assert known == list(range(first, first + len(known)))
     assert len(known) >= 23
+
+
+def test_foresight_after_kept_plans_lacks_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is asked what would be drafted while a plan is kept; what is copied meanwhile has
+    arrived when somebody is."""
+    monkeypatch.setattr(hook_calls, "_takes_time", lambda runtime: runtime.overlap)
+    lacked: list[int] = []
+    foresee = MeasuredChoice._foresee
+
+    def watched(self: Any, algorithm: int, foreseen: Any, batch: Any) -> Any:
+        texts = [len(request.token_ids) for request in batch.requests]
+        lacked.extend(text - known for text, known in zip(texts, foreseen.known, strict=True))
+        return foresee(self, algorithm, foreseen, batch)
+
+    monkeypatch.setattr(MeasuredChoice, "_foresee", watched)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    given = {**SMALL, "draft_choice": "measured"}
+    with LLM(speculative_algorithm="NGRAM,EAGLE3", **given) as llm:
+        llm.generate([TEXT] * 4, params)
+    assert lacked
+    assert not any(lacked)
 
 
 def test_wrong_foresight_is_told_with_the_hook() -> None:
