@@ -129,6 +129,7 @@ class ReadySteps(StepRunner):
                 drafters=(),
                 planned=(),
                 plan=None,
+                draft_seconds=0.0,
                 chances=None,
             )
         for part in ("propose", "target", "verify", "extend"):

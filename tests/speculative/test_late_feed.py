@@ -254,7 +254,7 @@ def test_refused_nodes_do_not_count_once_the_host_knows_them() -> None:
     assert step(late, "a", 17, start=112)
 
 
-def test_algorithm_has_caught_up_where_several_steps_are_fed_at_once() -> None:
+def test_feeding_several_steps_at_once_is_catching_up() -> None:
     late = LateFeed("A")
     step(late, "a", 1, start=0)
     list(late.take(batch_of("a")))
