@@ -38,6 +38,7 @@ from specplug.kernels.card import Card, card_of
 from specplug.kernels.dependent_launch import launch_options, let_next_start, wait_for_last
 from specplug.kernels.prompt_attention_kernels import (
     GATHERED,
+    PLACES,
     PromptTile,
     causal_tiles,
     copy_context,
@@ -71,8 +72,6 @@ _MOST_COPIED_DIM = 128
 _COPIED_KEYS = 8  # of a program, and how much of them at a time
 _COPIED_COLUMNS = 1024
 _NUMBERS = ["offset", "bs", "width", "num_tiles", "window", "table_stride", "capacity"]
-_PLACES = ["table", "req_indices", "starts", "positions"]
-"""Arguments that may begin anywhere, as a part of another tensor does."""
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -115,7 +114,7 @@ def _num_parts(start, offset, BLOCK: tl.constexpr, PART: tl.constexpr):
     return (end + PART - 1) // PART, end
 
 
-@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_PLACES)
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=PLACES)
 def _committed_parts(
     q, keys, values, table, req_indices, starts, positions, padded_rows, tops, totals, mixed,
     row_stride, head_stride, slot_stride, key_head_stride, table_stride,
@@ -246,7 +245,7 @@ def _tail_block(
 
 
 @triton.jit(
-    do_not_specialize=[*_NUMBERS, "span", "order_stride"], do_not_specialize_on_alignment=_PLACES
+    do_not_specialize=[*_NUMBERS, "span", "order_stride"], do_not_specialize_on_alignment=PLACES
 )
 def _row_tails(
     q, keys, values, out, table, req_indices, starts, positions, flat_index, order, counts, sinks,

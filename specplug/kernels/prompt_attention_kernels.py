@@ -58,13 +58,13 @@ def prompt_tile_of(card: Card, dtype: torch.dtype) -> PromptTile:
     return COPIED[dtype] if card.capability[0] == 9 and dtype in COPIED else GATHERED
 
 
-_PLACES = ["table", "req_indices", "starts", "positions", "flat_index", "padded_rows"]
+PLACES = ["table", "req_indices", "starts", "positions"]
 """Arguments that may begin anywhere, as a part of another tensor does."""
 
 
 @triton.jit(
     do_not_specialize=["offset", "width", "length", "table_stride"],
-    do_not_specialize_on_alignment=["table", "req_indices", "starts"],
+    do_not_specialize_on_alignment=PLACES,
 )
 def copy_context(
     keys, values, copies, table, req_indices, starts,
@@ -126,7 +126,7 @@ def _sum_part(
 
 @triton.jit(
     do_not_specialize=["offset", "width", "num_tiles", "window", "table_stride", "copy_length"],
-    do_not_specialize_on_alignment=_PLACES,
+    do_not_specialize_on_alignment=[*PLACES, "flat_index", "padded_rows"],
 )
 def causal_tiles(
     q, keys, values, out, table, req_indices, starts, positions, flat_index, padded_rows, sinks,

@@ -133,16 +133,18 @@ class DraftPolicy:
             plan = self._plan_one(row, most[0].tolist(), context, of_one, filled)
         else:
             plan = self._plan_many(self._rows_of(request_ids), most, context, known, filled)
-        for a in set(plan.who.tolist()) - {-1}:
-            self._planned[a] = self._step
-        return plan
+        return self._noted(plan)
 
     def keep(self, plan: Plan) -> None:
         """Count a step that keeps to the plan of the one before it, the best one."""
         self._step += 1
-        self._earned(plan)
+        self._noted(self._earned(plan))
+
+    def _noted(self, plan: Plan) -> Plan:
+        """Note who drafts in this step."""
         for a in set(plan.who.tolist()) - {-1}:
             self._planned[a] = self._step
+        return plan
 
     def _plan_many(
         self,
@@ -327,7 +329,7 @@ class DraftPolicy:
             return
         assert outcome.draft_seconds is not None
         more = outcome.draft_seconds - self.costs.draft_seconds(work)
-        more = min(max(more, 0.0), self.costs.plain_seconds(work.bs))
+        more = min(max(more, 0.0), float(self.costs.curve(work.bs, 0.0, work.bs)[-1]))
         for a in outcome.caught_up:
             if work.requests[a]:
                 known = self._catch_up[a]

@@ -111,8 +111,8 @@ class MeasuredChoice:
             return None
         if max(choices.most_nodes, default=1) == 1 or not any(choices.allowed):
             self._launched.append(_Launched(_ids(batch), _context(batch)))
-            nobody = (NOBODY,) * choices.size, (1,) * choices.size
-            return DraftPlan(who=nobody[0], most_nodes=nobody[1], reason=NO_ROOM)
+            size = choices.size
+            return DraftPlan(who=(NOBODY,) * size, most_nodes=(1,) * size, reason=NO_ROOM)
         if kept is None or not kept.left or not kept.room.is_of(choices):
             return None
         if kept.launched.request_ids != _ids(batch):

@@ -167,11 +167,6 @@ class StepCosts:
         """Return the expected time of drafting."""
         return self._expected(work, target=False, drafting=True)
 
-    def plain_seconds(self, bs: int) -> float:
-        """Return the expected time of a step of ``bs`` requests in which nothing is drafted, but
-        for what the context takes."""
-        return float(self._plain_weights_of(bs) @ self._filter.costs)
-
     def doubt(self, work: StepWork) -> float:
         """Return the standard deviation of ``seconds``, as a share."""
         return self._filter.doubt(self._weights(work))

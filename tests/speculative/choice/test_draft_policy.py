@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
-from draft_simulator import Machine, best_fixed, plain, simulate, survival
+from draft_simulator import Machine, Run, best_fixed, plain, simulate, survival
 
 from specplug.speculative.choice.draft_policy import DraftPolicy, StepOutcome
 from specplug.speculative.choice.step_cost import CPU_COSTS, GPU_COSTS, StepCosts
@@ -70,28 +71,21 @@ TELLS, DRAFTS = (2.5e-4, 0.0, 4e-6, 0.0, 0.0), (2.5e-4, 1.45e-4, 3e-6, 0.0, 0.0)
 TEXTS = {"new": (0.0, 0.64), "copied": (0.9, 0.64), "noise": (0.0, 0.02)}
 
 
-@pytest.mark.parametrize("bs", [1, 4, 16, 64])
-@pytest.mark.parametrize(
-    "kinds", [("new",), ("copied",), ("noise",), ("new", "copied", "noise", "copied")]
-)
-def test_choice_on_a_gpu_gives_the_best_of_single_ones(kinds: tuple[str, ...], bs: int) -> None:
-    """Within 4 %, or 2 % of none; nothing is probed, and only a tenth of the time is for learning.
-    A single one drafts equally deep for all requests for which it has a draft."""
-    rates = np.array([TEXTS[kinds[place % len(kinds)]] for place in range(bs)])
-    gpu = Machine(
+def h200(drafts: tuple[float, float, float, float, float], **more: Any) -> Machine:
+    """NGRAM and a drafter of these costs there."""
+    return Machine(
         target=lambda rows: float(np.interp(rows, H200_ROWS, H200_MS)) * 1e-3,
-        drafters=(TELLS, DRAFTS),
+        drafters=(TELLS, drafts),
         padded=True,
+        **more,
     )
-    none, found = np.zeros(bs, dtype=np.int64), []
-    for a in (0, 1):
-        for depth in range(1, 8):
-            depths = np.where(rates[:, a] > 0, depth, 0)
-            tokens = bs + (survival(rates, 7)[:, a, :depth]).sum()
-            found.append(tokens / gpu.seconds(np.where(depths > 0, a, -1), depths))
-    run = simulate(
+
+
+def simulated_there(gpu: Machine, acceptance: Callable[[int], np.ndarray]) -> Run:
+    """Let the policy choose for 300 steps, of which none is probed before."""
+    return simulate(
         gpu,
-        lambda step: rates,
+        acceptance,
         300,
         depth=7,
         declared=GPU_COSTS,
@@ -100,6 +94,24 @@ def test_choice_on_a_gpu_gives_the_best_of_single_ones(kinds: tuple[str, ...], b
         foreseen=(0,),
         probes=False,
     )
+
+
+@pytest.mark.parametrize("bs", [1, 4, 16, 64])
+@pytest.mark.parametrize(
+    "kinds", [("new",), ("copied",), ("noise",), ("new", "copied", "noise", "copied")]
+)
+def test_choice_on_a_gpu_gives_the_best_of_single_ones(kinds: tuple[str, ...], bs: int) -> None:
+    """Within 4 %, or 2 % of none; nothing is probed, and only a tenth of the time is for learning.
+    A single one drafts equally deep for all requests for which it has a draft."""
+    rates = np.array([TEXTS[kinds[place % len(kinds)]] for place in range(bs)])
+    gpu = h200(DRAFTS)
+    none, found = np.zeros(bs, dtype=np.int64), []
+    for a in (0, 1):
+        for depth in range(1, 8):
+            depths = np.where(rates[:, a] > 0, depth, 0)
+            tokens = bs + (survival(rates, 7)[:, a, :depth]).sum()
+            found.append(tokens / gpu.seconds(np.where(depths > 0, a, -1), depths))
+    run = simulated_there(gpu, lambda step: rates)
     rate = run.rate(30)
     assert rate > 0.96 * max(found)
     assert rate > 0.98 * bs / gpu.seconds(none - 1, none)
@@ -111,24 +123,9 @@ def test_drafter_that_is_caught_up_first_is_found(bs: int, some: float) -> None:
     """Requests that copied text begin to write new text. A first step of EAGLE-3 then takes nearly
     twice as long, since it is fed what it was not; that says nothing of the second one. Nor does a
     step in which it drafts for some requests, for whose launches the device waits."""
-    gpu = Machine(
-        target=lambda rows: float(np.interp(rows, H200_ROWS, H200_MS)) * 1e-3,
-        drafters=(TELLS, (*DRAFTS[:4], some)),
-        padded=True,
-        catch_up=(0.0, 3.5e-3),
-    )
+    gpu = h200((*DRAFTS[:4], some), catch_up=(0.0, 3.5e-3))
     texts = [np.array([TEXTS[kind]] * bs) for kind in ("copied", "new")]
-    run = simulate(
-        gpu,
-        lambda step: texts[step >= 150],
-        300,
-        depth=7,
-        declared=GPU_COSTS,
-        noise=0.01,
-        lag=2,
-        foreseen=(0,),
-        probes=False,
-    )
+    run = simulated_there(gpu, lambda step: texts[step >= 150])
     best, *_ = best_fixed(gpu, lambda step: texts[1], 1, 7)
     assert run.rate(180) > 0.96 * best
 
