@@ -16,11 +16,17 @@ from torch import Tensor
 from specplug.speculative.draft import Draft, DraftInput
 from specplug.speculative.draft_state import StateTensor, received_state
 from specplug.speculative.drafter import Drafter, precise
+from specplug.speculative.graph_runner import GraphRunner
 from specplug.speculative.hook_order import Batch
 from specplug.speculative.host_copy import upload
+from specplug.speculative.late_feed import single_rows
 from specplug.speculative.layers import Attend, PagedAttend
 from specplug.speculative.runtime import AttentionPlan, Runtime
 from specplug.speculative.verify import CommittedOutput
+
+_MOST_SINGLE_ROWS = 256
+"""Rows of several steps up to which each is a request of its own for a recorded pass: a chunk's
+pass is launched kernel by kernel, which takes ten times as long. Each row reads its context."""
 
 
 class FeatureDrafter(Drafter):
@@ -96,12 +102,25 @@ class FeatureDrafter(Drafter):
     def extend(self, batch: Batch, output: CommittedOutput) -> DraftInput:
         """Run the committed rows, of a prefill chunk or an accepted path, through the network and
         choose what follows the last of each. Where no draft follows, only write their keys."""
+        bonus_tokens, last_rows = output.bonus_tokens, None
+        if self._reads_single_rows(batch, output):
+            last_rows = output.last_rows
+            batch, output = single_rows(batch, output)
         if not batch.drafts_follow:
             write = self._write if batch.is_prefill else self._write_paths
             write(batch, output)
-            return DraftInput(bonus_tokens=output.bonus_tokens)
+            return DraftInput(bonus_tokens=bonus_tokens)
         extend = self._extend if batch.is_prefill else self._extend_paths
-        return DraftInput(bonus_tokens=output.bonus_tokens, state=extend(batch, output))
+        state = extend(batch, output)
+        if last_rows is not None:
+            state = {name: of_rows[last_rows] for name, of_rows in state.items()}
+        return DraftInput(bonus_tokens=bonus_tokens, state=state)
+
+    def _reads_single_rows(self, batch: Batch, output: CommittedOutput) -> bool:
+        """Return whether what several steps have left is read as so many requests of one row."""
+        is_late = batch.is_prefill and not batch.chunk_ends
+        few = len(output.next_tokens) <= _MOST_SINGLE_ROWS
+        return is_late and few and isinstance(self._extend_paths, GraphRunner)
 
     def _plan(self, batch: Batch, output: CommittedOutput) -> AttentionPlan:
         """Return the plan of the rows of a prefill chunk or an accepted path."""

@@ -236,6 +236,45 @@ def stand_ins(
             yield chunk, joined
 
 
+def single_rows(batch: Batch, output: CommittedOutput) -> tuple[Batch, CommittedOutput]:
+    """Return what several steps have for requests as if each row were a request of its own, in the
+    order of the rows: a decode step of so many requests, one row wide, whose passes are recorded.
+    A row sees the keys of those before it, which are written first.
+
+    Args:
+        batch: of a chunk that ``LateFeed.take`` has yielded, R rows of all requests.
+    """
+    device = batch.req_indices.device
+    own, order = upload(
+        [
+            [place for place, width in enumerate(batch.chunk_widths) for _ in range(width)],
+            [row for width in batch.chunk_widths for row in range(width)],
+        ],
+        device,
+    )
+    rows = torch.arange(len(own), device=device)
+    single = Batch(
+        mode=ForwardMode.DECODE,
+        requests=[
+            request
+            for request, width in zip(batch.requests, batch.chunk_widths, strict=True)
+            for _ in range(width)
+        ],
+        req_indices=batch.req_indices[own],
+        seq_lens=batch.seq_lens[own] + order,
+        greedy=batch.greedy,
+        drafts_follow=batch.drafts_follow,
+    )
+    return single, CommittedOutput(
+        next_tokens=output.next_tokens,
+        own_tokens=output.own_tokens,
+        per_node=output.per_node,
+        last_rows=rows,
+        accept_lens=torch.ones_like(rows),
+        bonus_tokens=output.next_tokens,
+    )
+
+
 def _stand_in_widths(longest: int) -> Iterator[int]:
     """Yield powers of two up to ``longest``, and what lies between two: a form depends on the width
     and on the rows of all requests together."""

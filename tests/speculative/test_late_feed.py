@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,8 +23,10 @@ from specplug import (
     SamplingParams,
     hookimpl,
 )
+from specplug.speculative import feature_drafter
+from specplug.speculative.graph_runner import PassRunner
 from specplug.speculative.hook_order import ForwardMode
-from specplug.speculative.late_feed import LateFeed
+from specplug.speculative.late_feed import LateFeed, single_rows
 from specplug.speculative.part import Part
 from specplug_eagle3 import Eagle3
 
@@ -111,6 +114,35 @@ def test_drafts_are_those_of_one_fed_at_each_step(
     assert tokens == expected
     assert late.drafts == fed.drafts
     assert sum(len(draft) > 1 for _, draft in late.drafts) > 10
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [
+        ("NGRAM,EAGLE3", {"page_size": 4}),
+        ("NGRAM,EAGLE3", {"alike": True}),
+        ("EAGLE,EAGLE3:steps=3,topk=3,tokens=12", {}),
+    ],
+)
+def test_rows_read_as_requests_give_the_same_drafts(
+    algorithm: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they are where passes are recorded."""
+    read = Counter[int]()
+
+    def counted(batch: Batch, output: CommittedOutput) -> Any:
+        read[batch.size] += len(output.next_tokens)
+        return single_rows(batch, output)
+
+    monkeypatch.setattr("specplug.debug.DEBUG", True)
+    monkeypatch.setattr(feature_drafter, "single_rows", counted)
+    joined, tokens = drafts(algorithm, **settings)
+    assert not read
+    monkeypatch.setattr(feature_drafter, "GraphRunner", PassRunner)
+    single, expected = drafts(algorithm, **settings)
+    assert tokens == expected
+    assert joined.drafts == single.drafts
+    assert sum(read.values()) > 30
 
 
 class Second(Turns):
