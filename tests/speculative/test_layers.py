@@ -181,6 +181,23 @@ def test_weights_of_a_large_draft_are_not_kept_twice(
         )
 
 
+def test_products_of_many_rows_have_few_sizes_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "has_kernels", lambda x: True)
+    sizes, plain = set(), nn.functional.linear
+
+    def counted(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        sizes.add(len(x))
+        return plain(x, weight, bias)
+
+    monkeypatch.setattr(nn.functional, "linear", counted)
+    weight, bias = torch.randn(20, H), torch.randn(20)
+    for rows in (65, 96, 97, 130, 2047, 2049):
+        x, residual = torch.randn(rows, H), torch.randn(rows, 20)
+        found = layers.linear(x, weight, bias, residual)
+        torch.testing.assert_close(found, residual + (x @ weight.t() + bias))
+    assert sizes == {96, 128, 192, 2048, 2049}
+
+
 def packed_layer(kernels: CPUKernels | None) -> layers.DecoderLayer:
     layer = layers.DecoderLayer(H, 48, HEADS, KV_HEADS, D, 1e-6)
     fill(layer)
