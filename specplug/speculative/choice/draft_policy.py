@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import attrs
 import numpy as np
 
-from specplug.speculative.choice.acceptance import Acceptance
+from specplug.speculative.choice.acceptance import SELDOM, Acceptance
 from specplug.speculative.choice.best_plan import (
     MARGIN,
     Costs,
@@ -20,11 +20,11 @@ from specplug.speculative.choice.one_request import CostsOfOne, best_of_one, tri
 from specplug.speculative.choice.step_cost import StepCosts, StepWork
 from specplug.speculative.choice.trials import (
     FRESH,
+    LASTS,
     TRIED,
     TRIED_PLAIN,
     Trials,
     hope,
-    hope_of_one,
     hoped_share,
 )
 
@@ -34,6 +34,8 @@ Rows = Array | Sequence[Sequence[float]]
 NO_ROOM = "no draft is asked for, or has room"
 _FADED = 4
 """Steps after which what is known of requests fades, by so many steps at once."""
+_LUCK = 0.1
+"""The chance by which a request is as good as it is taken to be, where all drafts go on or none."""
 _NEW = 24
 """Steps without a trial that a new request begins with, for each algorithm."""
 _RUN = 8
@@ -183,7 +185,9 @@ class DraftPolicy:
         hopeful = _with_known(self.acceptance.hopeful(rows, hope(ages)), known) * able
         shares = self._cost_shares()
         ages[:, np.array(shares) < 1] += FRESH + 1
-        found = self._trials.mended(plan, survival, hopeful[:, :, :depth], ages, costs, shares)
+        found = self._trials.mended(
+            plan, survival, hopeful[:, :, :depth], ages, costs, shares, self._late()
+        )
         return self._begun(found, rows.tolist(), plan)
 
     def _plan_one(
@@ -210,7 +214,7 @@ class DraftPolicy:
         plain = costs.plain
         if not any(most):
             return attrs.evolve(plain, reason=NO_ROOM)
-        chances = able(self.acceptance.survival_of_one(row))
+        chances = able(self.acceptance.survival([row])[0].tolist())
         plan = self._earned(best_of_one(chances, costs, plain))
         tried = self._trials.again([row], plan, [most])
         if tried is not None:
@@ -222,10 +226,12 @@ class DraftPolicy:
             return plan
         heard = self._heard[row].tolist()
         ages = [0 if a in known else self._step - each for a, each in enumerate(heard)]
-        hopeful = able(self.acceptance.survival_of_one(row, [hope_of_one(age) for age in ages]))
+        hopeful = able(self.acceptance.hopeful([row], hope(np.array([ages])))[0].tolist())
         shares = self._cost_shares()
         ages = [age + (FRESH + 1) * (share < 1) for age, share in zip(ages, shares, strict=True)]
-        found = tried_of_one(self._trials, plan, chances, hopeful, ages, costs, shares)
+        found = tried_of_one(
+            self._trials, plan, chances, hopeful, ages, costs, shares, self._late()
+        )
         return self._begun(found, [row], plan)
 
     def _begun(self, found: Plan, rows: Sequence[int], plan: Plan) -> Plan:
@@ -235,10 +241,12 @@ class DraftPolicy:
             plan: the best one.
         """
         if found.reason == TRIED:
-            tried = {found.who[place] for place in self._trials.begin(rows, plan, found)}
-            starts = self._starts()
-            self._trials.pay(plan.rate * sum(_RUN * starts[a] for a in tried))
+            self._trials.begin(rows, plan, found)
         return found
+
+    def _late(self) -> list[float]:
+        """Return the seconds that each algorithm's trial takes beside its steps, [A]."""
+        return [(_RUN - LASTS) * each for each in self._starts()]
 
     def _starts(self) -> list[float]:
         """Return the seconds more that each algorithm's drafting takes in each of some steps, [A],
@@ -270,12 +278,14 @@ class DraftPolicy:
             turns: how many turns it takes to try the slower way.
         """
         self._step += 1
+        self.acceptance.changes = SELDOM  # bad luck is no change
         self._forgets = False  # the slower way is tried when that is paid for, however bad it was
         rows = self._rows_of(request_ids)
         bs = len(rows)
         costs = Costs.of(self.costs, bs, 0.0, bs * depth, np.array(self._filled))
         # Bad luck of few requests is no reason to stop.
-        survival = self.acceptance.hopeful(rows, np.full((bs, 1), float(goes_on)))[:, :, :depth]
+        chances = np.full((bs, 1), _LUCK if goes_on else 1.0)
+        survival = self.acceptance.hopeful(rows, chances)[:, :, :depth]
         everyone = np.zeros(bs, dtype=np.int64)
         drafting = planned(everyone, np.full(bs, depth), survival, costs)
         plain = plain_plan(bs, costs)

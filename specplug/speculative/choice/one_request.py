@@ -99,6 +99,7 @@ def tried_of_one(
     ages: Sequence[int],
     costs: CostsOfOne,
     shares: Sequence[float],
+    late: Sequence[float],
 ) -> Plan:
     """Return the draft that would be best if all were as good as it may be, if that is better than
     a plan, and there is credit for what it costs if it is not; else the plan.
@@ -106,7 +107,7 @@ def tried_of_one(
     Args:
         hopeful: ``chances``, as likely as they may be.
         ages: [A] steps since each algorithm was last heard of.
-        shares: as in ``Trials.mended``.
+        shares, late: as in ``Trials.mended``.
     """
     every = zip(costs.drafters, shares, strict=True)
     drafters = [[each * share for each in own] for own, share in every]
@@ -115,7 +116,7 @@ def tried_of_one(
     who, depth = int(hoped.who[0]), int(hoped.depths[0])
     if hoped.rate <= plan.rate or who in (-1, plan.who[0]) or ages[who] <= FRESH:
         return plan
-    return trials.paid(plan, lambda most: costs.planned(who, chances[who], min(depth, most)))
+    return trials.paid(plan, lambda most: costs.planned(who, chances[who], min(depth, most)), late)
 
 
 def _plan(who: int, depth: int, tokens: float, seconds: float, reason: str = BEST) -> Plan:

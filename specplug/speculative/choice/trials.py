@@ -24,8 +24,10 @@ _SAVED = 64
 """Steps whose share is saved for a trial at most."""
 _FIRST_STEPS = 4.0
 """Tokens of credit at the start of a run; of more requests by the root of their number."""
+_HOPED = 0.3
+"""The chance that an algorithm is as good as it is hoped to be, where it was heard of just now."""
 _PATIENCE = 24.0
-"""Steps without a trial that make an algorithm hoped for by one more standard deviation."""
+"""Steps without a trial after which it may be a quarter of that."""
 _NEAR = 0.02
 """Share by which a step without drafts may look worse and is tried as soon as there is credit."""
 _PLAIN_PATIENCE = 64.0
@@ -37,8 +39,13 @@ _DEAR = 64
 believed: after twice as many half of it, and so on."""
 _DEPTHS = 3, 1
 """How deep a trial drafts at most: the first that can be paid for."""
-_LASTS = 3
+LASTS = 2
 """Steps that a trial takes: the first one says little of what the next ones cost."""
+_BELIEVED = 0.8
+"""How much of the tokens counts that a trial is expected to bring: it is one because they may well
+be fewer."""
+_MORE = 1.05
+"""How much more is saved for a trial than it costs: that may grow meanwhile."""
 _REST = 5
 """Turns between two trials of the slower way, where a turn drafts for all or for none."""
 _FEW, _MANY = 8, 32
@@ -70,7 +77,9 @@ class Trials:
         share = _PRICE * plan.tokens
         if self.credit < 0:
             self.credit = _FIRST_STEPS * plan.tokens**0.5
-        self.credit = max(self.credit, min(self.credit + share, max(_SAVED * share, self._wanted)))
+        most = max(_SAVED * share, self._wanted)
+        if self.credit <= most or self._step > _SAVED:  # what a start is given is not kept for long
+            self.credit = min(self.credit + share, most)
         self._plain_age = 0.0 if not plan.drafts else self._plain_age + 1.0
         self._step += 1
 
@@ -132,6 +141,7 @@ class Trials:
         ages: Array,
         costs: Costs,
         shares: Sequence[float],
+        late: Sequence[float],
     ) -> Plan:
         """Return the plan with some requests drafted for as would be best if all were as good as it
         may be, if that is better, and there is credit for what it costs if it is not: those that
@@ -142,6 +152,7 @@ class Trials:
             hopeful: [n, A, D], as likely as they may be.
             ages: [n, A] steps since each algorithm was last heard of at each request.
             shares: [A], what drafting may cost at best, as shares of what is believed.
+            late: as in ``paid``.
         """
         cheap = attrs.evolve(costs, drafters=costs.drafters * np.array(shares)[:, None])
         hoped = best_plan(hopeful, cheap, plan.rate)
@@ -164,7 +175,7 @@ class Trials:
             few, every = of_those(old[: max(2, bs // 8)], most), of_those(old, most)
             return min(few, every, key=lambda each: plan.rate * each.seconds - each.tokens)
 
-        return self.paid(plan, tried)
+        return self.paid(plan, tried, late)
 
     def begin(self, rows: Sequence[int], plan: Plan, tried: Plan) -> list[int]:
         """Let a trial go on in the next steps, and return the places of what it tries.
@@ -176,7 +187,7 @@ class Trials:
         """
         places: list[int] = np.flatnonzero((tried.who != plan.who) & (tried.who >= 0)).tolist()
         self._tried = {rows[n]: (int(tried.who[n]), int(tried.depths[n])) for n in places}
-        self._left = _LASTS - 1
+        self._left = LASTS - 1
         return places
 
     def again(
@@ -200,25 +211,24 @@ class Trials:
                 who[place], depths[place] = of, depth
         return None if (who == plan.who).all() else (who, depths)
 
-    def pay(self, tokens: float) -> None:
-        """Pay what a trial costs beside its steps."""
-        self.credit = max(0.0, self.credit - tokens)
-
-    def paid(self, plan: Plan, tried: Callable[[int], Plan]) -> Plan:
+    def paid(self, plan: Plan, tried: Callable[[int], Plan], late: Sequence[float]) -> Plan:
         """Return the first trial that there is credit for, and pay for its steps; ``plan``, if
         there is none.
 
         Args:
             tried: gives a trial, by how deep it drafts at most.
+            late: [A], seconds that it takes beside its steps where an algorithm is to be caught up.
         """
         for most in _DEPTHS:
             found = tried(most)
-            lost = _LASTS * (plan.rate * found.seconds - found.tokens)
+            beside = sum(late[a] for a in set(found.who.tolist()) - {-1, *plan.who.tolist()})
+            tokens = plan.tokens + _BELIEVED * (found.tokens - plan.tokens)
+            lost = plan.rate * (LASTS * found.seconds + beside) - LASTS * tokens
             if lost <= self.credit:
                 self.credit -= max(0.0, lost)
                 self._wanted = 0.0
                 return attrs.evolve(found, reason=TRIED)
-        self._wanted = lost
+        self._wanted = _MORE * lost
         return plan
 
 
@@ -230,15 +240,11 @@ def hoped_share(age: int) -> float:
 
 
 def hope(ages: Array) -> Array:
-    """Return by how many standard deviations algorithms are hoped to be better than known.
+    """Return the chance that an algorithm is as good as it is hoped to be, or better: 1 if it is
+    taken as it is known to be.
 
     Args:
         ages: [n, A] steps since each was last heard of.
     """
-    hoped: Array = np.where(ages > FRESH, 0.5 + ages / _PATIENCE, 0.0)
-    return hoped
-
-
-def hope_of_one(age: int) -> float:
-    """Return ``hope`` of one algorithm at one request."""
-    return 0.5 + age / _PATIENCE if age > FRESH else 0.0
+    chances: Array = np.where(ages > FRESH, _HOPED / (1 + ages / _PATIENCE) ** 2, 1.0)
+    return chances

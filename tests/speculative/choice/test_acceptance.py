@@ -14,6 +14,7 @@ def observed(taken: list[int], asked: int = 4) -> Acceptance:
     known.reset(0)
     for each in taken:
         known.observe([0], [0], [asked], [each])
+        known.fade([0])
     return known
 
 
@@ -28,6 +29,7 @@ def test_rate_of_a_steady_text_is_known() -> None:
     known, found = observed([]), []
     for each in taken:
         known.observe([0], [0], [4], [each])
+        known.fade([0])
         found.append(known.survival(ROW)[0, 0, 0])
     assert abs(np.mean(found[100:]) - 0.6) < 0.05
     assert np.std(found[100:]) < 0.12
@@ -62,16 +64,35 @@ def test_what_is_not_heard_of_fades_to_the_run() -> None:
     assert known.survival(ROW)[0, 0, 0] < before
 
 
-def test_one_request_is_known_as_one_of_several() -> None:
-    known, other = Acceptance(2, 8), Acceptance(2, 8)
-    for each in (known, other):
-        for row in (0, 1):
-            each.reset(row)
-        for taken in (4, 2, 3, 4, 0):
-            each.observe([0, 1], [1, 0], [4, 6], [taken, 1])
-    known.fade([0], 4)
-    other.fade([0, 1], 4)
-    rows, more = np.array([0, 1]), np.array([[0.0, 2.5], [0.0, 0.0]])
-    assert known.survival_of_one(0) == other.survival(rows)[0].tolist()
-    assert known.survival_of_one(0, more[0].tolist()) == other.hopeful(rows, more)[0].tolist()
-    assert known.survival_of_one(1) != other.survival(rows)[1].tolist()  # which has not faded
+def test_text_that_turns_to_noise_is_noticed_in_ten_steps() -> None:
+    random = np.random.default_rng(0)
+    prose = np.cumprod(random.random((200, 4)) < 0.65, 1).sum(1).tolist()
+    assert observed(prose).survival(ROW)[0, 0, 0] > 0.5
+    assert observed(prose + [0] * 10).survival(ROW)[0, 0, 0] < 0.25
+    assert observed(prose + [0] * 60).survival(ROW)[0, 0, 0] < 0.1
+
+
+def test_new_request_of_a_mixed_run_is_soon_known_to_be_of_one_kind() -> None:
+    random = np.random.default_rng(0)
+    known = Acceptance(1, 8)
+    for request in range(12):
+        known.reset(request)
+        for _ in range(20):
+            taken = 4 if request % 2 else int(random.random() < 0.05)
+            known.observe([request], [0], [4], [taken])
+    for taken, low, high in ((0, 0.0, 0.25), (4, 0.85, 1.0)):
+        known.reset(12)
+        known.observe([12], [0], [4], [taken])
+        known.observe([12], [0], [4], [taken])
+        assert low < known.survival([12])[0, 0, 0] < high
+
+
+def test_hope_grows_with_what_is_not_known() -> None:
+    known = observed([0] * 40)
+    chances = np.array([[0.02]])
+    before = known.hopeful(ROW, chances)[0, 0, 0]
+    assert known.survival(ROW)[0, 0, 0] <= before < 0.3
+    for _ in range(200):
+        known.fade(ROW)
+    assert known.hopeful(ROW, chances)[0, 0, 0] > 0.5
+    assert (known.hopeful(ROW, np.array([[1.0]])) == known.survival(ROW)).all()

@@ -130,6 +130,21 @@ def test_drafter_that_is_caught_up_first_is_found(bs: int, some: float) -> None:
     assert run.rate(180) > 0.96 * best
 
 
+@pytest.mark.parametrize("bs", [1, 16, 64])
+def test_noise_after_prose_costs_little_on_a_gpu(bs: int) -> None:
+    """EAGLE-3's drafts were right, and no more are: it stops, and is tried seldom."""
+    gpu = h200(DRAFTS, catch_up=(0.0, 6e-4))
+    texts = [np.array([TEXTS[kind]] * bs) for kind in ("new", "noise")]
+    run = simulated_there(gpu, lambda step: texts[step >= 150])
+    none = np.zeros(bs, dtype=np.int64)
+    assert run.rate(190) > 0.97 * bs / gpu.seconds(none - 1, none)
+    drafted = np.array(
+        [(who == 1) & (depths > 0) for who, depths in zip(run.who, run.depths, strict=True)]
+    )
+    assert drafted[60:150].mean() > 0.9
+    assert drafted[190:].mean() < 0.2
+
+
 def test_change_within_a_request_is_followed() -> None:
     phases = 0.5, 0.95, 0.02
     run = simulate(
