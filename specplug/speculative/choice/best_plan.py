@@ -10,7 +10,7 @@ makes nodes free.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import combinations
 
 import attrs
@@ -84,17 +84,18 @@ class Costs:
         context: float,
         most_nodes: int,
         filled: Array,
-        starts: Sequence[float] = (),
+        starts: tuple[Array, Array] | None = None,
     ) -> Costs:
         """Return those of steps of ``bs`` requests with at most ``most_nodes`` drafted nodes.
 
         Args:
-            starts: [A] seconds more of drafting at all; (): none.
+            starts: as ``CatchUps.starts`` gives them; None: nothing is to be caught up.
         """
         curve, drafters = costs.curve(bs, context, bs + most_nodes), costs.drafters
-        if any(starts):
+        if starts is not None:
             drafters = drafters.copy()
-            drafters[:, 0] += starts
+            drafters[:, 0] += starts[0]
+            drafters[:, 2] += starts[1]
         return cls(curve, drafters, costs.ragged, filled)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -16,6 +16,7 @@ from specplug.speculative.choice.best_plan import (
     plain_plan,
     planned,
 )
+from specplug.speculative.choice.catch_ups import CatchUps
 from specplug.speculative.choice.one_request import CostsOfOne, best_of_one, tried_of_one
 from specplug.speculative.choice.step_cost import StepCosts, StepWork
 from specplug.speculative.choice.trials import (
@@ -38,12 +39,6 @@ _LUCK = 0.1
 """The chance by which a request is as good as it is taken to be, where all drafts go on or none."""
 _NEW = 24
 """Steps without a trial that a new request begins with, for each algorithm."""
-_RUN = 8
-"""Steps in a row for which an algorithm is expected to draft, once it begins to."""
-_MOST_PAUSE = 1
-"""Steps without it after which an algorithm has not to be caught up."""
-_OF_CATCH_UP = 0.2
-"""How much the last catch-up counts among all."""
 
 
 def _integers(values: Sequence[int] | Array) -> Sequence[int]:
@@ -96,14 +91,14 @@ class DraftPolicy:
         algorithms = costs.algorithms
         self.costs = costs
         self.acceptance = Acceptance(algorithms, depth)
+        self._planned = np.zeros(0, dtype=np.int64)  # the rows of the last plan
         self._trials = Trials()
+        self._catch_ups = CatchUps(algorithms)
         self._rows: dict[str, int] = {}
         self._free: list[int] = []
         self._heard = np.zeros((0, algorithms), dtype=np.int64)
         self._filled = [1.0] * algorithms
         self._drafted = [0] * algorithms  # the step in which each last drafted
-        self._planned = [0] * algorithms  # the step for which that was last planned
-        self._catch_up = [0.0] * algorithms  # seconds
         self._step = 0
         self._forgets = True
         self._rate = 0.0
@@ -131,22 +126,20 @@ class DraftPolicy:
         filled = [1.0 if a in known else each for a, each in enumerate(self._filled)]
         if len(request_ids) == 1:
             of_one = {a: nodes[0] for a, nodes in known.items()}
-            row = self._row(request_ids[0])
-            plan = self._plan_one(row, most[0].tolist(), context, of_one, filled)
+            rows = np.array([self._row(request_ids[0])])
+            plan = self._plan_one(int(rows[0]), most[0].tolist(), context, of_one, filled)
         else:
-            plan = self._plan_many(self._rows_of(request_ids), most, context, known, filled)
-        return self._noted(plan)
+            rows = self._rows_of(request_ids)
+            plan = self._plan_many(rows, most, context, known, filled)
+        self._planned = rows
+        self._catch_ups.feed(rows, plan.who, self._step)
+        return plan
 
     def keep(self, plan: Plan) -> None:
         """Count a step that keeps to the plan of the one before it, the best one."""
         self._step += 1
-        self._noted(self._earned(plan))
-
-    def _noted(self, plan: Plan) -> Plan:
-        """Note who drafts in this step."""
-        for a in set(plan.who.tolist()) - {-1}:
-            self._planned[a] = self._step
-        return plan
+        self._catch_ups.feed(self._planned, plan.who, self._step)
+        self._earned(plan)
 
     def _plan_many(
         self,
@@ -166,7 +159,7 @@ class DraftPolicy:
         survival = _with_known(self.acceptance.survival(rows), known) * able
         bs = len(rows)
         nodes = int(most.max(1, initial=0).sum())
-        costs = Costs.of(self.costs, bs, context, nodes, np.array(filled), self._starts())
+        costs = Costs.of(self.costs, bs, context, nodes, np.array(filled), self._starts(rows))
         plain = plain_plan(bs, costs)
         if not nodes:
             return attrs.evolve(plain, reason=NO_ROOM)
@@ -186,7 +179,7 @@ class DraftPolicy:
         shares = self._cost_shares()
         ages[:, np.array(shares) < 1] += FRESH + 1
         found = self._trials.mended(
-            plan, survival, hopeful[:, :, :depth], ages, costs, shares, self._late()
+            plan, survival, hopeful[:, :, :depth], ages, costs, shares, self._late(rows, plan)
         )
         return self._begun(found, rows.tolist(), plan)
 
@@ -210,7 +203,7 @@ class DraftPolicy:
         def able(chances: Sequence[Sequence[float]]) -> list[Sequence[float]]:
             return [known.get(a, own)[: most[a]] for a, own in enumerate(chances)]
 
-        costs = CostsOfOne.of(self.costs, context, max(most), filled, self._starts())
+        costs = CostsOfOne.of(self.costs, context, max(most), filled, self._starts([row]))
         plain = costs.plain
         if not any(most):
             return attrs.evolve(plain, reason=NO_ROOM)
@@ -230,7 +223,7 @@ class DraftPolicy:
         shares = self._cost_shares()
         ages = [age + (FRESH + 1) * (share < 1) for age, share in zip(ages, shares, strict=True)]
         found = tried_of_one(
-            self._trials, plan, chances, hopeful, ages, costs, shares, self._late()
+            self._trials, plan, chances, hopeful, ages, costs, shares, self._late([row], plan)
         )
         return self._begun(found, [row], plan)
 
@@ -244,15 +237,31 @@ class DraftPolicy:
             self._trials.begin(rows, plan, found)
         return found
 
-    def _late(self) -> list[float]:
-        """Return the seconds that each algorithm's trial takes beside its steps, [A]."""
-        return [(_RUN - LASTS) * each for each in self._starts()]
+    def _starts(self, rows: Array | Sequence[int]) -> tuple[Array, Array] | None:
+        """Return what it takes to catch algorithms up, as ``CatchUps.starts``; None: nothing."""
+        if self._catch_ups.are_free:
+            return None
+        bs = len(rows)
+        return self._catch_ups.starts(rows, self._step, float(self.costs.curve(bs, 0.0, bs)[bs]))
 
-    def _starts(self) -> list[float]:
-        """Return the seconds more that each algorithm's drafting takes in each of some steps, [A],
-        because it is to be caught up first."""
-        paused = [self._step - each > 1 + _MOST_PAUSE for each in self._planned]
-        return [each / _RUN * late for each, late in zip(self._catch_up, paused, strict=True)]
+    def _late(self, rows: Array | Sequence[int], plan: Plan) -> Callable[[Plan], float]:
+        """Return what gives the seconds that a trial takes beside its steps.
+
+        Args:
+            plan: the best one.
+        """
+
+        def late(tried: Plan) -> float:
+            if self._catch_ups.are_free:
+                return 0.0
+            total = 0.0
+            for a in set(tried.who.tolist()) - {-1}:
+                places = np.flatnonzero((tried.who == a) & (plan.who != a))
+                if len(places):
+                    total += self._catch_ups.left(a, np.asarray(rows)[places], self._step, LASTS)
+            return total
+
+        return late
 
     def _cost_shares(self) -> list[float]:
         """Return what each algorithm's drafting may cost at best, [A], as a share of what is
@@ -318,7 +327,7 @@ class DraftPolicy:
                 share = min(1.0, max(0.02, float(made) / wanted))
                 self._filled[a] += 0.05 * (share - self._filled[a])
         if outcome.caught_up:
-            self._learn_catch_up(outcome, work)
+            self._learn_catch_up(outcome, work, rows)
         else:
             self._learn_cost(outcome, work)
 
@@ -332,7 +341,7 @@ class DraftPolicy:
         if outcome.seconds is not None:
             self.costs.observe(work, outcome.seconds, outcome.draft_seconds, trusted=trusted)
 
-    def _learn_catch_up(self, outcome: StepOutcome, work: StepWork) -> None:
+    def _learn_catch_up(self, outcome: StepOutcome, work: StepWork, rows: Sequence[int]) -> None:
         """Learn how much longer drafting takes where an algorithm is caught up: no longer than a
         step, since nobody would draft again after one that stood still."""
         if None in (outcome.seconds, outcome.draft_seconds) or not self.costs.is_measured:
@@ -341,9 +350,10 @@ class DraftPolicy:
         more = outcome.draft_seconds - self.costs.draft_seconds(work)
         more = min(max(more, 0.0), float(self.costs.curve(work.bs, 0.0, work.bs)[-1]))
         for a in outcome.caught_up:
-            if work.requests[a]:
-                known = self._catch_up[a]
-                self._catch_up[a] = known + _OF_CATCH_UP * (more - known) if known else more
+            each = zip(rows, outcome.who, strict=True)
+            mine = [row for row, who in each if who == a and row >= 0]
+            if mine:
+                self._catch_ups.learn(a, mine, more)
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""
@@ -391,6 +401,7 @@ class DraftPolicy:
                 more = np.zeros((max(16, len(self._heard), row + 1), self._heard.shape[1]))
                 self._heard = np.concatenate([self._heard, more.astype(np.int64)])
             self._heard[row] = self._step - _NEW
+            self._catch_ups.begin(row, self._step)
         return row
 
 

@@ -11,8 +11,9 @@ import numpy as np
 
 from specplug.speculative.choice.best_plan import BEST, MARGIN, NOTHING_PAYS, Plan
 from specplug.speculative.choice.step_cost import StepCosts
-from specplug.speculative.choice.trials import FRESH, Trials
+from specplug.speculative.choice.trials import FRESH, Late, Trials
 
+Array = np.ndarray
 Chances = Sequence[Sequence[float]]
 """By algorithm: the probability that a node at each depth is accepted with all before it, as deep
 as the algorithm may draft."""
@@ -41,7 +42,7 @@ class CostsOfOne:
         context: float,
         most_nodes: int,
         filled: Sequence[float],
-        starts: Sequence[float],
+        starts: tuple[Array, Array] | None,
     ) -> CostsOfOne:
         """Return those of steps with at most ``most_nodes`` drafted nodes.
 
@@ -51,9 +52,10 @@ class CostsOfOne:
         known = costs.known(1 + most_nodes)
         curve, of_context = known.curve[: 2 + most_nodes].tolist(), known.fixed[1]
         drafters = known.drafters
-        if any(starts):
+        if starts is not None:
+            more = (starts[0] + starts[1]).tolist()
             drafters = [
-                [own[0] + start, *own[1:]] for own, start in zip(drafters, starts, strict=True)
+                [own[0] + start, *own[1:]] for own, start in zip(drafters, more, strict=True)
             ]
         return cls(curve, of_context * (context * 1e-3), drafters, filled)
 
@@ -99,7 +101,7 @@ def tried_of_one(
     ages: Sequence[int],
     costs: CostsOfOne,
     shares: Sequence[float],
-    late: Sequence[float],
+    late: Late,
 ) -> Plan:
     """Return the draft that would be best if all were as good as it may be, if that is better than
     a plan, and there is credit for what it costs if it is not; else the plan.
@@ -116,7 +118,11 @@ def tried_of_one(
     who, depth = int(hoped.who[0]), int(hoped.depths[0])
     if hoped.rate <= plan.rate or who in (-1, plan.who[0]) or ages[who] <= FRESH:
         return plan
-    return trials.paid(plan, lambda most: costs.planned(who, chances[who], min(depth, most)), late)
+
+    def tried(most: int) -> list[Plan]:
+        return [costs.planned(who, chances[who], min(depth, most))]
+
+    return trials.paid(plan, tried, late)
 
 
 def _plan(who: int, depth: int, tokens: float, seconds: float, reason: str = BEST) -> Plan:

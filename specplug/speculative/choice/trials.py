@@ -15,6 +15,8 @@ import numpy as np
 from specplug.speculative.choice.best_plan import Costs, Plan, best_plan, planned
 
 Array = np.ndarray
+Late = Callable[[Plan], float]
+"""Gives the seconds that a trial takes beside its steps."""
 
 TRIED = "to hear of what was not tried for long"
 TRIED_PLAIN = "to see what a step without drafts takes"
@@ -44,6 +46,8 @@ LASTS = 2
 _BELIEVED = 0.8
 """How much of the tokens counts that a trial is expected to bring: it is one because they may well
 be fewer."""
+_TRIED_FEW = 2
+"""The fewest requests of a trial, if there are so many: one says little."""
 _MORE = 1.05
 """How much more is saved for a trial than it costs: that may grow meanwhile."""
 _REST = 5
@@ -141,11 +145,11 @@ class Trials:
         ages: Array,
         costs: Costs,
         shares: Sequence[float],
-        late: Sequence[float],
+        late: Late,
     ) -> Plan:
         """Return the plan with some requests drafted for as would be best if all were as good as it
-        may be, if that is better, and there is credit for what it costs if it is not: those that
-        were not for longest, or all that were not for long, if that is cheaper.
+        may be, if that is better, and there is credit for what it costs if it is not: all that were
+        not for long, or some that were not for longest, whichever costs least.
 
         Args:
             survival: [n, A, D] as the plan was made of.
@@ -171,9 +175,9 @@ class Trials:
             depths[places] = np.minimum(hoped.depths[places], most)
             return planned(who, depths, survival, costs)
 
-        def tried(most: int) -> Plan:
-            few, every = of_those(old[: max(2, bs // 8)], most), of_those(old, most)
-            return min(few, every, key=lambda each: plan.rate * each.seconds - each.tokens)
+        def tried(most: int) -> list[Plan]:
+            sizes = sorted({min(size, len(old)) for size in (_TRIED_FEW, bs // 8, bs) if size})
+            return [of_those(old[:size], most) for size in sizes]
 
         return self.paid(plan, tried, late)
 
@@ -211,25 +215,29 @@ class Trials:
                 who[place], depths[place] = of, depth
         return None if (who == plan.who).all() else (who, depths)
 
-    def paid(self, plan: Plan, tried: Callable[[int], Plan], late: Sequence[float]) -> Plan:
+    def paid(self, plan: Plan, tried: Callable[[int], Sequence[Plan]], late: Late) -> Plan:
         """Return the first trial that there is credit for, and pay for its steps; ``plan``, if
         there is none.
 
         Args:
-            tried: gives a trial, by how deep it drafts at most.
-            late: [A], seconds that it takes beside its steps where an algorithm is to be caught up.
+            tried: gives trials of which the cheapest counts, by how deep they draft at most.
+            late: gives the seconds that one takes beside its steps.
         """
         for most in _DEPTHS:
-            found = tried(most)
-            beside = sum(late[a] for a in set(found.who.tolist()) - {-1, *plan.who.tolist()})
-            tokens = plan.tokens + _BELIEVED * (found.tokens - plan.tokens)
-            lost = plan.rate * (LASTS * found.seconds + beside) - LASTS * tokens
+            every = [(self._lost(plan, each, late(each)), each) for each in tried(most)]
+            lost, found = min(every, key=lambda each: each[0])
             if lost <= self.credit:
                 self.credit -= max(0.0, lost)
                 self._wanted = 0.0
                 return attrs.evolve(found, reason=TRIED)
         self._wanted = _MORE * lost
         return plan
+
+    @staticmethod
+    def _lost(plan: Plan, tried: Plan, late: float) -> float:
+        """Return the tokens that a trial costs."""
+        tokens = plan.tokens + _BELIEVED * (tried.tokens - plan.tokens)
+        return plan.rate * (LASTS * tried.seconds + late) - LASTS * tokens
 
 
 def hoped_share(age: int) -> float:

@@ -1,0 +1,91 @@
+"""What it takes to bring an algorithm up to date that has paused: a draft model is fed what it has
+missed before it drafts (``LateFeed``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+Array = np.ndarray
+
+_FIXED_ROWS = 256
+"""Rows that take as long as what does not depend on how many are fed: up to so many are read by a
+recorded pass, which takes as long for one."""
+_MOST_ROWS = 128
+"""Rows of a request that wait at most."""
+_OF_LAST = 0.2
+"""How much the last time counts among all."""
+_RUN = 8
+"""Steps in a row for which an algorithm is expected to draft, once it begins to."""
+
+
+class CatchUps:
+    """The catch-ups of a run. Requests have rows, which are the caller's.
+
+    A step is taken to leave a row of each request, for every algorithm that does not draft for it.
+
+    Args:
+        algorithms: A.
+    """
+
+    def __init__(self, algorithms: int) -> None:
+        self._seconds = np.zeros(algorithms)  # of a row
+        # By row: the last step that was fed, and the rows that waited until then.
+        self._fed = np.zeros((0, algorithms), dtype=np.int64)
+        self._waited = np.zeros((0, algorithms), dtype=np.int64)
+
+    def begin(self, row: int, step: int) -> None:
+        """Begin a new request in a row, which is fed."""
+        if row >= len(self._fed):
+            more = np.zeros((max(16, len(self._fed), row + 1), self._fed.shape[1]), np.int64)
+            self._fed = np.concatenate([self._fed, more])
+            self._waited = np.concatenate([self._waited, more])
+        self._fed[row] = step
+
+    def feed(self, rows: Array, who: Array, step: int) -> None:
+        """Note which algorithm drafts for each request in a step, -1: none."""
+        drafted = who >= 0
+        place = rows[drafted], who[drafted]
+        waited = step - 1 - self._fed[place]
+        found = waited > 0
+        if found.any():
+            self._waited[place[0][found], place[1][found]] = np.minimum(waited[found], _MOST_ROWS)
+        self._fed[place] = step
+
+    def learn(self, algorithm: int, rows: Sequence[int], seconds: float) -> None:
+        """Learn how much longer it took to draft for these requests, which waited before."""
+        own = seconds / (_FIXED_ROWS + float(self._waited[rows, algorithm].sum()))
+        known = self._seconds[algorithm]
+        self._seconds[algorithm] = known + _OF_LAST * (own - known) if known else own
+
+    @property
+    def are_free(self) -> bool:
+        """Whether nothing is known to take time."""
+        return not np.count_nonzero(self._seconds)
+
+    def starts(self, rows: Sequence[int] | Array, step: int, most: float) -> tuple[Array, Array]:
+        """Return the seconds that each algorithm's drafting takes more in each of some steps,
+        because requests are to be caught up in the first: of drafting at all, and of a request,
+        [A] each.
+
+        Args:
+            most: seconds of a catch-up at most: it is not known of many rows from few.
+        """
+        waiting = self._waiting(rows, step)
+        whole = self._seconds * (_FIXED_ROWS + waiting.sum(0))
+        share = self._seconds * np.minimum(1.0, most / np.maximum(whole, most)) / _RUN
+        return share * _FIXED_ROWS * (waiting > 0).any(0), share * waiting.mean(0)
+
+    def left(self, algorithm: int, rows: Array | Sequence[int], step: int, steps: int) -> float:
+        """Return the seconds of a catch-up of these requests that a run of fewer steps than those
+        of ``starts`` does not count."""
+        waiting = float(self._waiting(rows, step)[:, algorithm].sum())
+        whole = float(self._seconds[algorithm]) * (_FIXED_ROWS + waiting)
+        return (1 - steps / _RUN) * whole if waiting else 0.0
+
+    def _waiting(self, rows: Array | Sequence[int], step: int) -> Array:
+        """Return the rows that wait of each request, [n, A]."""
+        missed = step - 1 - self._fed[rows]
+        waiting: Array = np.minimum(np.maximum(missed, 0), _MOST_ROWS)
+        return waiting

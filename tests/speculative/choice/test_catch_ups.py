@@ -1,0 +1,62 @@
+"""What it takes to feed a draft model what it has missed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from specplug.speculative.choice.catch_ups import CatchUps
+
+EVERY = np.arange(2)
+
+
+def paused(steps: int) -> CatchUps:
+    """Two requests that the second of two algorithms drafted for last, so many steps ago."""
+    found = CatchUps(2)
+    for row in (0, 1):
+        found.begin(row, 0)
+    found.feed(EVERY, np.array([1, 1]), 1)
+    found.feed(EVERY, np.array([-1, -1]), 1 + steps)
+    return found
+
+
+def test_what_never_took_time_is_free() -> None:
+    assert paused(20).are_free
+
+
+def test_longer_pause_takes_longer() -> None:
+    found = paused(40)
+    found.feed(EVERY, np.array([1, -1]), 41)
+    found.learn(1, [0], 0.01)
+    assert not found.are_free
+    short, long = (found.starts(EVERY, step, 1.0) for step in (60, 100))
+    assert short[1][1] < long[1][1]
+    assert short[0][1] == long[0][1] > 0
+    assert short[0][0] == short[1][0] == 0  # nothing is known of the first algorithm
+
+
+def test_seconds_of_some_rows_are_those_that_were_learned() -> None:
+    found = paused(40)
+    found.feed(EVERY, np.array([1, 1]), 41)
+    found.learn(1, [0, 1], 0.01)
+    any_, request = found.starts(EVERY, 81, 1.0)
+    assert 8 * (any_[1] + 2 * request[1]) == pytest.approx(0.01, rel=0.01)
+    assert found.left(1, [0, 1], 81, 2) == pytest.approx(0.75 * 0.01, rel=0.01)
+
+
+def test_no_catch_up_is_taken_to_be_longer_than_the_most() -> None:
+    found = paused(40)
+    found.feed(EVERY, np.array([1, 1]), 41)
+    found.learn(1, [0, 1], 1.0)
+    any_, request = found.starts(EVERY, 81, 0.02)
+    assert 8 * (any_[1] + 2 * request[1]) == pytest.approx(0.02)
+
+
+def test_one_that_drafted_in_the_last_step_has_missed_nothing() -> None:
+    found = paused(40)
+    found.feed(EVERY, np.array([1, 1]), 41)
+    found.learn(1, [0, 1], 0.01)
+    any_, request = found.starts(EVERY, 42, 1.0)
+    assert not any_.any()
+    assert not request.any()
+    assert found.left(1, [0, 1], 42, 2) == 0.0
