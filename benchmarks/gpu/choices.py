@@ -21,7 +21,7 @@ from typing import Any
 
 import attrs
 from engines import Engine, Variant, settings_of
-from known_drafts import KnownEagle3, KnownNgram, share_of
+from known_drafts import PARTLY, KnownEagle3, KnownNgram, share_of
 from points import Point, Results, in_turns
 from shapes import SHAPES
 
@@ -41,14 +41,18 @@ CONTEXT, TOKENS = 256, 96
 REQUESTS = 2
 """How many come for each place of a batch."""
 BATCHES = 1, 16, 64
+_MOST_KEPT = 64
+"""Ended requests whose prompts are kept for the next round."""
 ALONE = "eagle3", "ngram"
 WORKLOADS: Mapping[str, tuple[str, ...]] = {
     "completion": ("new",),
     "editing": ("copied",),
+    "agent": ("parts",),
     "noise": ("noise",),
     "mixed": ("new", "copied", "noise", "copied"),
 }
-"""The kinds of text that their requests write, in turn."""
+"""The kinds of text that their requests write, in turn: new, copied, of copied stretches and new
+ones in turn (``known_drafts.STRETCH``), or noise."""
 
 
 class HostClock:
@@ -199,11 +203,12 @@ def _recorded(engine: Engine) -> int:
 def tasks_of(workload: str, prompts: Sequence[list[int]]) -> list[Task]:
     """Return the tasks of a workload, each of another prompt."""
     shares = {"noise": 0.02}
+    tenants = {"copied": "", "parts": PARTLY}
     kinds = islice(cycle(WORKLOADS[workload]), len(prompts))
     return [
         Task(
             prompt=prompt,
-            tenant=f"{number}" if kind == "copied" else None,
+            tenant=f"{tenants[kind]}{number}" if kind in tenants else None,
             share=shares.get(kind, share_of(LENGTH, STEPS)),
         )
         for number, (prompt, kind) in enumerate(zip(prompts, kinds, strict=True))
@@ -214,7 +219,9 @@ def measure_choices(arguments: argparse.Namespace, base: Path, results: Results)
     """Time the choice, and each algorithm alone, in turns with plain decoding."""
     given = {"max_running_requests": max(arguments.batches), **settings_of(arguments)}
     tokens, context = (24, 32) if arguments.tiny else (TOKENS, CONTEXT)
-    slots = REQUESTS * max(arguments.batches) * (context + tokens + 64)
+    requests = max(arguments.batches)
+    requests += min(requests, _MOST_KEPT)
+    slots = requests * (context + tokens + 64)
     known = [KnownEagle3(), KnownEagle3()]
     chain = {"speculative_num_steps": STEPS, "speculative_num_draft_tokens": STEPS + 1}
 

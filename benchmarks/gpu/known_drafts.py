@@ -192,8 +192,15 @@ _POSITIONS = 1 << 13
 """Positions that ``KnownNgram`` and ``KnownEagle3`` tell apart; no text is as long."""
 
 
+PARTLY = "partly "
+"""How the names of tenants begin whose texts ``KnownNgram`` finds again in parts."""
+STRETCH, COPIED_STRETCH = 32, 24
+"""Tokens after which such a part begins, and those that it has."""
+
+
 class KnownNgram(Ngram):
-    """NGRAM some of whose drafted tokens are replaced by wrong ones, as it foresees too. The
+    """NGRAM some of whose drafted tokens are replaced by wrong ones, as it foresees too. Of some
+    texts it finds parts alone, as of one that copies and goes on by itself in turns. The
     vocabulary's size must be even.
 
     Args:
@@ -204,6 +211,21 @@ class KnownNgram(Ngram):
         draw = torch.Generator().manual_seed(0)
         self._wrong = (torch.rand(_POSITIONS, generator=draw) >= share).to(torch.int64)
         self._on_device = self._wrong
+
+    @hookimpl
+    def create_worker(self, runtime: Runtime) -> Any:
+        worker = super().create_worker(runtime)
+        look_up = worker._look_up
+
+        def copied(request_ids: Sequence[str], rooms: Sequence[int], *rest: Any) -> Any:
+            read = [worker.requests.get(each) for each in request_ids]
+            own = [
+                min(room, 1 + _copied_after(each)) for room, each in zip(rooms, read, strict=True)
+            ]
+            return look_up(request_ids, own, *rest)
+
+        worker._look_up = copied
+        return worker
 
     @hookimpl
     def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
@@ -223,6 +245,15 @@ class KnownNgram(Ngram):
             order = torch.arange(foreseen.tokens.shape[1])
             foreseen.tokens.bitwise_xor_(self._wrong[first + order])
         return foreseen
+
+
+def _copied_after(request: Any) -> int:
+    """Return how many of a request's next tokens are found, at most."""
+    _, tenant = ("", None) if request is None else request.owner or ("", None)
+    if not str(tenant).startswith(PARTLY):
+        return _POSITIONS
+    place = (request.prompt_read + request.observed) % STRETCH
+    return max(0, COPIED_STRETCH - place)
 
 
 class KnownEagle3(Eagle3):
