@@ -31,6 +31,8 @@ _WIDTH = 3.0
 """The deviation of shifts that are assumed at first, and of these."""
 _OF_RUN = 0.97
 """What a draft leaves of what the run's requests are believed to be like."""
+_AGED = 0.995
+"""The same of a step, once a draft says more of an algorithm."""
 _FADING = 0.999
 """What a node leaves of the run's counts at its depth."""
 _FIRST = 0.7
@@ -38,7 +40,8 @@ _FIRST = 0.7
 _FIRST_NODES = 2.0
 """How many nodes that counts as."""
 _REFRESH = 16
-"""Observations after which the tables are made anew; sooner at first."""
+"""Observations after which the tables are made anew; sooner at first. Of fewer after as many steps:
+what an algorithm that seldom drafts tells of one request may be news of all."""
 
 
 class Acceptance:
@@ -68,7 +71,9 @@ class Acceptance:
         self._any /= self._any.sum()
         self._of_run = np.tile(self._any, (algorithms, 1))
         self._belief = np.zeros((0, algorithms, len(_GRID)))
+        self._age = np.zeros((algorithms, 1))  # steps since it was last learnt from
         self._since = 0
+        self._waited = 0  # steps, of what was observed since
         self._observed = 0
         self._refresh()
 
@@ -135,7 +140,6 @@ class Acceptance:
         self._since += 1
         self._observed += 1
         if self._since >= min(_REFRESH, self._observed):
-            self._since = 0
             self._refresh()
 
     def _changed(self, belief: Array, first: Array) -> Array:
@@ -154,6 +158,10 @@ class Acceptance:
     def fade(self, rows: Several, steps: int = 1) -> None:
         """Let requests take steps, in which their texts may have changed, whether or not they
         drafted: so what was not tried for long is tried again."""
+        self._age += steps
+        self._waited += steps if self._since else 0
+        if self._waited >= _REFRESH:
+            self._refresh()
         kept = (1 - SELDOM) ** steps
         self._belief[rows] = kept * self._belief[rows] + (1 - kept) * self._first
 
@@ -164,7 +172,9 @@ class Acceptance:
         kept = _FADING**tries
         self._seen = self._seen * kept + tries
         self._taken = self._taken * kept + hits
-        left = _OF_RUN**drafts
+        left = _OF_RUN**drafts * np.where(drafts > 0, _AGED**self._age, 1.0)
+        self._age[drafts > 0] = 0.0
+        self._since = self._waited = 0
         self._of_run = left * self._of_run + (1 - left) * self._like / np.maximum(drafts, 1.0)
         self._ended[:] = 0.0
         self._like[:] = 0.0

@@ -72,7 +72,7 @@ class CatchUps:
         Args:
             most: seconds of a catch-up at most: it is not known of many rows from few.
         """
-        waiting = self._waiting(rows, step)
+        waiting = self.waiting(rows, step)
         whole = self._seconds * (_FIXED_ROWS + waiting.sum(0))
         share = self._seconds * np.minimum(1.0, most / np.maximum(whole, most)) / _RUN
         return share * _FIXED_ROWS * (waiting > 0).any(0), share * waiting.mean(0)
@@ -80,12 +80,12 @@ class CatchUps:
     def left(self, algorithm: int, rows: Array | Sequence[int], step: int, steps: int) -> float:
         """Return the seconds of a catch-up of these requests that a run of fewer steps than those
         of ``starts`` does not count."""
-        waiting = float(self._waiting(rows, step)[:, algorithm].sum())
+        waiting = float(self.waiting(rows, step)[:, algorithm].sum())
         whole = float(self._seconds[algorithm]) * (_FIXED_ROWS + waiting)
         return (1 - steps / _RUN) * whole if waiting else 0.0
 
-    def _waiting(self, rows: Array | Sequence[int], step: int) -> Array:
-        """Return the rows that wait of each request, [n, A]."""
+    def waiting(self, rows: Array | Sequence[int], step: int) -> Array:
+        """Return the rows that wait of each request before a step, [n, A]."""
         missed = step - 1 - self._fed[rows]
         waiting: Array = np.minimum(np.maximum(missed, 0), _MOST_ROWS)
         return waiting

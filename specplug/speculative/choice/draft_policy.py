@@ -179,7 +179,14 @@ class DraftPolicy:
         shares = self._cost_shares()
         ages[:, np.array(shares) < 1] += FRESH + 1
         found = self._trials.mended(
-            plan, survival, hopeful[:, :, :depth], ages, costs, shares, self._late(rows, plan)
+            plan,
+            survival,
+            hopeful[:, :, :depth],
+            ages,
+            costs,
+            shares,
+            self._catch_ups.waiting(rows, self._step),
+            self._late(rows, plan),
         )
         return self._begun(found, rows.tolist(), plan)
 

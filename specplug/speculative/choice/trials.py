@@ -20,13 +20,15 @@ Late = Callable[[Plan], float]
 
 TRIED = "to hear of what was not tried for long"
 TRIED_PLAIN = "to see what a step without drafts takes"
-_PRICE = 0.006
+_PRICE = 0.01
 """Share of the tokens that trials may cost."""
+_TURN_PRICE = 0.006
+"""The same where a turn drafts for all or for none."""
 _SAVED = 64
 """Steps whose share is saved for a trial at most."""
 _FIRST_STEPS = 4.0
 """Tokens of credit at the start of a run; of more requests by the root of their number."""
-_HOPED = 0.3
+_HOPED = 0.5
 """The chance that an algorithm is as good as it is hoped to be, where it was heard of just now."""
 _PATIENCE = 24.0
 """Steps without a trial after which it may be a quarter of that."""
@@ -114,7 +116,7 @@ class Trials:
         Args:
             turns: how many turns a trial takes.
         """
-        share, drafts = _PRICE * best.tokens, best.drafts
+        share, drafts = _TURN_PRICE * best.tokens, best.drafts
         if self.credit < 0:
             self.credit = _FIRST_STEPS * best.tokens**0.5
         elif drafts != self._drafted:
@@ -145,17 +147,20 @@ class Trials:
         ages: Array,
         costs: Costs,
         shares: Sequence[float],
+        waiting: Array,
         late: Late,
     ) -> Plan:
         """Return the plan with some requests drafted for as would be best if all were as good as it
-        may be, if that is better, and there is credit for what it costs if it is not: all that were
-        not for long, or some that were not for longest, whichever costs least.
+        may be, if that is better, and there is credit for what it costs if it is not: as many of
+        those that were not for long as there is credit for, first those that have missed least, as
+        new ones.
 
         Args:
             survival: [n, A, D] as the plan was made of.
             hopeful: [n, A, D], as likely as they may be.
             ages: [n, A] steps since each algorithm was last heard of at each request.
             shares: [A], what drafting may cost at best, as shares of what is believed.
+            waiting: [n, A] rows that each algorithm has missed of each request.
             late: as in ``paid``.
         """
         cheap = attrs.evolve(costs, drafters=costs.drafters * np.array(shares)[:, None])
@@ -165,7 +170,8 @@ class Trials:
         bs = len(plan.who)
         age = np.where(hoped.who >= 0, ages[np.arange(bs), hoped.who], 0)
         age[hoped.who == plan.who] = 0
-        old = np.argsort(-age, kind="stable")[: np.count_nonzero(age > FRESH)]
+        missed = np.where(age > FRESH, waiting[np.arange(bs), hoped.who], np.inf)
+        old = np.lexsort((-age, missed))[: np.count_nonzero(age > FRESH)]
         if not len(old):
             return plan
 
@@ -176,8 +182,9 @@ class Trials:
             return planned(who, depths, survival, costs)
 
         def tried(most: int) -> list[Plan]:
-            sizes = sorted({min(size, len(old)) for size in (_TRIED_FEW, bs // 8, bs) if size})
-            return [of_those(old[:size], most) for size in sizes]
+            wanted = {bs, bs // 2, bs // 8, _TRIED_FEW} - {0}
+            sizes = {min(size, len(old)) for size in wanted}
+            return [of_those(old[:size], most) for size in sorted(sizes, reverse=True)]
 
         return self.paid(plan, tried, late)
 
@@ -220,16 +227,16 @@ class Trials:
         there is none.
 
         Args:
-            tried: gives trials of which the cheapest counts, by how deep they draft at most.
+            tried: gives trials by how deep they draft at most, first the one that tells most.
             late: gives the seconds that one takes beside its steps.
         """
         for most in _DEPTHS:
-            every = [(self._lost(plan, each, late(each)), each) for each in tried(most)]
-            lost, found = min(every, key=lambda each: each[0])
-            if lost <= self.credit:
-                self.credit -= max(0.0, lost)
-                self._wanted = 0.0
-                return attrs.evolve(found, reason=TRIED)
+            for found in tried(most):
+                lost = self._lost(plan, found, late(found))
+                if lost <= self.credit:
+                    self.credit -= max(0.0, lost)
+                    self._wanted = 0.0
+                    return attrs.evolve(found, reason=TRIED)
         self._wanted = _MORE * lost
         return plan
 

@@ -32,14 +32,20 @@ def alike(bs: int, rate: float) -> np.ndarray:
     return np.repeat([[rate, 0.8 * rate]], bs, 0)
 
 
+def steadily(rates: np.ndarray) -> Callable[[int], np.ndarray]:
+    """Return an acceptance that stays."""
+    return lambda step: rates
+
+
 @pytest.mark.parametrize("bs", [1, 4, 16, 64])
 @pytest.mark.parametrize("curve", CURVES)
 def test_rate_is_near_the_best_fixed_one(curve: str, bs: int) -> None:
     shares = []
     for rate in (0.1, 0.5, 0.9):
-        best, _, _ = best_fixed(machine(curve), lambda step, r=rate: alike(bs, r), 1, DEPTH)
-        run = simulate(machine(curve), lambda step, r=rate: alike(bs, r), 300, depth=DEPTH, seed=1)
-        shares.append(run.rate(50) / best)
+        found, steady = machine(curve), steadily(alike(bs, rate))
+        best, _, _ = best_fixed(found, steady, 1, DEPTH)
+        runs = [simulate(found, steady, 300, depth=DEPTH, seed=seed) for seed in (1, 2, 3)]
+        shares.append(np.mean([run.rate(50) for run in runs]) / best)
     assert min(shares) > LEAST[curve], shares
 
 
@@ -86,18 +92,26 @@ def catch_up_there(rows: int) -> float:
     return 7e-4 if rows <= 256 else 8e-3 + 1e-6 * rows
 
 
-def simulated_there(gpu: Machine, acceptance: Callable[[int], np.ndarray]) -> Run:
-    """Let the policy choose for 300 steps, of which none is probed before."""
+def simulated_there(
+    gpu: Machine,
+    acceptance: Callable[[int], np.ndarray],
+    *,
+    steps: int = 300,
+    depth: int = 7,
+    renew: int = 0,
+) -> Run:
+    """Let the policy choose, none of whose steps is probed before."""
     return simulate(
         gpu,
         acceptance,
-        300,
-        depth=7,
+        steps,
+        depth=depth,
         declared=GPU_COSTS,
         noise=0.01,
         lag=2,
         foreseen=(0,),
         probes=False,
+        renew=renew,
     )
 
 
@@ -132,7 +146,7 @@ def test_drafter_that_is_caught_up_first_is_found(bs: int, some: float) -> None:
     texts = [np.array([TEXTS[kind]] * bs) for kind in ("copied", "new")]
     run = simulated_there(gpu, lambda step: texts[step >= 150])
     best, *_ = best_fixed(gpu, lambda step: texts[1], 1, 7)
-    assert run.rate(180) > 0.96 * best
+    assert run.rate(180) > 0.95 * best
 
 
 @pytest.mark.parametrize("bs", [1, 16, 64])
@@ -148,6 +162,21 @@ def test_noise_after_prose_costs_little_on_a_gpu(bs: int) -> None:
     )
     assert drafted[60:150].mean() > 0.9
     assert drafted[190:].mean() < 0.2
+
+
+@pytest.mark.parametrize("bs", [1, 16, 64])
+def test_new_requests_after_noise_are_drafted_for(bs: int) -> None:
+    """Batches of requests of 96 steps each: six of noise, then prose. Which is found in three of
+    them, at no more than 3 % of the time of the noise."""
+    gpu = h200(DRAFTS, catch_up=(None, catch_up_there))
+    noise, prose = (np.array([TEXTS[kind]] * bs) for kind in ("noise", "new"))
+    run = simulated_there(
+        gpu, lambda step: noise if step < 576 else prose, steps=960, renew=96, depth=5
+    )
+    none = np.zeros(bs, dtype=np.int64)
+    best, *_ = best_fixed(gpu, lambda step: prose, 1, 5)
+    assert run.rate(192, 576) > 0.97 * bs / gpu.seconds(none - 1, none)
+    assert run.rate(864) > 0.94 * best
 
 
 def test_change_within_a_request_is_followed() -> None:
