@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import attrs
+import torch
 from torch import Tensor
 
 from specplug.algorithm import SpecConfig
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     from specplug.speculative.draft_plan import ForeseenDrafts
     from specplug.speculative.hook_order import Batch, RequestView
     from specplug.speculative.runtime import Runtime
+
+
+_OF_REQUESTS = "next_tokens", "own_tokens", "last_rows", "accept_lens", "bonus_tokens"
+"""The fields of a committed output that are not of each node."""
 
 
 class PartHolder:
@@ -184,8 +189,7 @@ class Part:
             return self._of_holder(made)
         output = target_output
         if batch.seq_lens.is_cuda:  # a recorded pass writes there again
-            output = _copy(output)
-            output.per_node = {name: t.clone() for name, t in output.per_node.items()}
+            output = _whole_copy(output)
         if self._late.add(batch, output):
             self._feed(batch, drafts_follow=False)
         return DraftInput(bonus_tokens=target_output.bonus_tokens)
@@ -354,6 +358,15 @@ def _copy(output: CommittedOutput) -> CommittedOutput:
         accept_lens=output.accept_lens.clone(),
         bonus_tokens=output.bonus_tokens.clone(),
     )
+
+
+def _whole_copy(output: CommittedOutput) -> CommittedOutput:
+    """Return the output in other tensors, those that are not of each node in one launch: each takes
+    a GPU some microseconds, and nobody may ever read them."""
+    tensors = [getattr(output, name) for name in _OF_REQUESTS]
+    copies = torch.split(torch.cat(tensors), [len(tensor) for tensor in tensors])
+    per_node = {name: tensor.clone() for name, tensor in output.per_node.items()}
+    return CommittedOutput(**dict(zip(_OF_REQUESTS, copies, strict=True)), per_node=per_node)
 
 
 @attrs.frozen(eq=False)
