@@ -262,7 +262,7 @@ class HookCalls:
         before, started = self._num_planned
         return min(started - before, IN_FLIGHT)
 
-    def unasked_plan(self, batch: Batch, choices: DraftChoices) -> DraftPlan | None:
+    def kept_plan(self, batch: Batch, choices: DraftChoices) -> DraftPlan | None:
         """Return the plan of a step for which nobody needs to be asked what would be drafted, by
         the core's own choice; None: it is to be planned.
 
@@ -270,7 +270,7 @@ class HookCalls:
             choices: without what is foreseen.
         """
         own = self._own_choice
-        plan = None if own is None else own.unasked_plan(batch, choices)
+        plan = None if own is None else own.kept_plan(batch, choices)
         assert not debug.DEBUG or plan is None or plan == choices.bound(plan)
         return plan
 

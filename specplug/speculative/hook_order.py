@@ -450,9 +450,9 @@ class HookOrder:
         )
         for hooks in self._drafting:
             hooks.begin_plan()
-        unasked = self._hooks.unasked_plan(batch, choices)
-        if unasked is not None:
-            return unasked
+        kept = self._hooks.kept_plan(batch, choices)
+        if kept is not None:
+            return kept
         told = attrs.evolve(choices, foreseen=self._foreseen(batch))
         return self._hooks.plan_drafts(self._runtime, batch, told)
 

@@ -308,7 +308,9 @@ def test_foresight_lacks_only_the_step_that_runs(
     assert len(known) >= 23
 
 
-def test_foresight_of_several_lacks_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foresight_after_kept_plans_lacks_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is asked what would be drafted while a plan is kept; what is copied meanwhile has
+    arrived when somebody is."""
     monkeypatch.setattr(hook_calls, "_takes_time", lambda runtime: runtime.overlap)
     lacked: list[int] = []
     foresee = MeasuredChoice._foresee

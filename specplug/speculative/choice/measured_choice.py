@@ -34,8 +34,7 @@ _ON_DEVICE = "propose", "target", "verify", "extend", "receive"
 
 _KEPT = 3
 """Steps that keep to the plan of the one before them, where the requests are the same and at least
-``_SEVERAL``, and as much of them is foreseen: a plan takes longer the more there are, and a device
-may wait for the host then."""
+``_SEVERAL``: a plan takes longer the more there are, and a device may wait for the host then."""
 _SEVERAL = 4
 _MOST_LAUNCHED = 8
 """Steps that are planned and not processed at most."""
@@ -101,19 +100,27 @@ class MeasuredChoice:
         """Of a step, as learned so far; None before the first one."""
         return None if self._policy is None else self._policy.costs
 
-    def unasked_plan(self, batch: Batch, choices: DraftChoices) -> DraftPlan | None:
-        """Return the plan of a step for which nobody has to say what would be drafted, as none is
-        asked for or has room; None: it is to be planned.
+    def kept_plan(self, batch: Batch, choices: DraftChoices) -> DraftPlan | None:
+        """Return the plan of a step that needs no new one; None: it is to be planned.
 
         Args:
             choices: without what is foreseen.
         """
-        is_wanted = max(choices.most_nodes, default=1) > 1 and any(choices.allowed)
-        if self._policy is None or is_wanted:
+        policy, kept = self._policy, self._kept
+        if policy is None:
             return None
-        self._launched.append(_Launched(_ids(batch), _context(batch)))
-        size = choices.size
-        return DraftPlan(who=(NOBODY,) * size, most_nodes=(1,) * size, reason=NO_ROOM)
+        if max(choices.most_nodes, default=1) == 1 or not any(choices.allowed):
+            self._launched.append(_Launched(_ids(batch), _context(batch)))
+            size = choices.size
+            return DraftPlan(who=(NOBODY,) * size, most_nodes=(1,) * size, reason=NO_ROOM)
+        if kept is None or not kept.left or not kept.room.is_of(choices):
+            return None
+        if kept.launched.request_ids != _ids(batch):
+            return None
+        kept.left -= 1
+        policy.keep(kept.plan)
+        self._launched.append(attrs.evolve(kept.launched, context=_context(batch)))
+        return kept.told
 
     @hookimpl
     def plan_drafts(self, runtime: Runtime, batch: Batch, choices: DraftChoices) -> DraftPlan:
@@ -126,14 +133,9 @@ class MeasuredChoice:
         known = {a: self._foresee(a, each, batch) for a, each in foreseen.items()}
         if self._room is None or not self._room.is_of(choices):
             self._room = _Room.of(choices)
-        self._launched.append(_Launched(ids, context, tuple(known)))
-        kept, is_kept = self._kept, len(ids) >= _SEVERAL
-        of_step = ids, self._room, [(a, _begun(rows)) for a, rows in known.items() if is_kept]
-        if kept is not None and kept.left and kept.of_step == of_step:
-            kept.left -= 1
-            policy.keep(kept.plan)
-            return kept.told
         plan = policy.plan(ids, self._room.depths, context, known)
+        launched = _Launched(ids, context, tuple(known))
+        self._launched.append(launched)
         nodes = [1 + depth for depth in plan.depths.tolist()]  # 0 where nobody drafts
         told = DraftPlan(
             who=tuple(plan.who.tolist()),
@@ -143,8 +145,8 @@ class MeasuredChoice:
             expected_seconds=plan.seconds if policy.costs.is_measured else None,
         )
         self._kept = None
-        if is_kept and plan.reason in (BEST, NOTHING_PAYS):
-            self._kept = _Kept(plan, told, of_step, _KEPT)
+        if len(ids) >= _SEVERAL and plan.reason in (BEST, NOTHING_PAYS):
+            self._kept = _Kept(plan, told, launched, self._room, _KEPT)
         return told
 
     @hookimpl
@@ -297,18 +299,13 @@ class _Kept:
 
     Attributes:
         plan, told: the same, as the policy made it and as the step was told.
-        of_step: the requests of its step, their room, and for which of them each algorithm that
-            tells has something. Of others it is no plan.
+        launched: its step.
+        room: in which it was made.
         left: for how many steps more it is good.
     """
 
     plan: Plan
     told: DraftPlan
-    of_step: tuple[tuple[str, ...], _Room, list[tuple[int, bytes]]]
+    launched: _Launched
+    room: _Room
     left: int
-
-
-def _begun(rows: Rows) -> bytes:
-    """Return for which requests nodes of these survivals [n, D] are drafted at all."""
-    found: bytes = (np.asarray(rows)[:, 0] > 0).tobytes()
-    return found

@@ -9,7 +9,6 @@ import attrs
 import pytest
 import torch
 
-from specplug.speculative.choice.draft_policy import DraftPolicy
 from specplug.speculative.choice.measured_choice import MeasuredChoice
 from specplug.speculative.draft_plan import DraftChoices, DraftPlan, DraftWish, ForeseenDrafts
 from specplug.speculative.report import StepReport
@@ -76,14 +75,12 @@ class Stub:
     token_ids: tuple[int, ...] = (1, 2, 3)
 
 
-def planned_of_two(
-    choice: MeasuredChoice, most: tuple[int, ...], *wishes: DraftWish, sure: float = 1.0
-) -> DraftPlan:
-    """Plan a step in which the second of two algorithms foresees what it is sure of, if it is."""
+def planned_of_two(choice: MeasuredChoice, most: tuple[int, ...], *wishes: DraftWish) -> DraftPlan:
+    """Plan a step in which the second of two algorithms foresees what it is sure of."""
     size = len(most)
-    foreseen = ForeseenDrafts(
+    sure = ForeseenDrafts(
         tokens=torch.ones(size, 7, dtype=torch.int64),
-        scores=torch.full((size, 7), -0.001 if sure else -torch.inf),
+        scores=torch.full((size, 7), -0.001),
         known=(3,) * size,
         is_current=True,
     )
@@ -92,7 +89,7 @@ def planned_of_two(
         most,
         wishes,
         None,
-        foreseen=(ForeseenDrafts.untold(size), foreseen),
+        foreseen=(ForeseenDrafts.untold(size), sure),
     )
     requests = tuple(Stub(request_id=str(place)) for place in range(size))
     stub: Any = Stub(requests=requests)
@@ -112,41 +109,30 @@ def test_plan_follows_what_requests_of_a_step_allow() -> None:
         assert planned_of_two(choice, (8,) * size).who == (1,) * size
 
 
-def unasked(choice: MeasuredChoice, names: str, most: int, *wishes: DraftWish) -> DraftPlan | None:
-    """Return the plan of a step for which nobody is asked."""
+def kept(choice: MeasuredChoice, names: str, most: int, *wishes: DraftWish) -> DraftPlan | None:
+    """Return the plan of a step that needs no new one."""
     choices = DraftChoices.of({"MODEL": 8, "TEXT": 8}, (most,) * len(names), wishes, None)
     stub: Any = Stub(requests=tuple(Stub(request_id=name) for name in names))
-    return choice.unasked_plan(stub, choices)
+    return choice.kept_plan(stub, choices)
 
 
-def test_plan_of_several_requests_is_kept_for_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-    plan = DraftPolicy.plan
-
-    def counted(self: DraftPolicy, request_ids: Any, *rest: Any) -> Any:
-        made.append(len(request_ids))
-        return plan(self, request_ids, *rest)
-
-    monkeypatch.setattr(DraftPolicy, "plan", counted)
+def test_plan_of_several_requests_is_kept_for_some_steps() -> None:
     choice = MeasuredChoice(deterministic=True)
-    plans = [planned_of_two(choice, (8,) * 5) for _ in range(5)]
-    assert plans[:4] == [plans[0]] * 4
-    assert made == [5, 5]
-    steps: list[Any] = [((8,) * 4, 1.0), ((8,) * 5, 1.0), ((7,) * 5, 1.0), ((7,) * 5, 0.0)]
-    for most, sure in steps:  # another step each is planned anew
-        planned_of_two(choice, most, sure=sure)
-    assert made == [5, 5, 4, 5, 5, 5]
-    for _ in range(3):
-        planned_of_two(choice, (8,) * 3)  # a plan of few takes little
-    assert made[6:] == [3, 3, 3]
+    assert kept(choice, "01234", 8) is None
+    plan = planned_of_two(choice, (8,) * 5)
+    assert [kept(choice, "01234", 8) for _ in range(4)] == [plan, plan, plan, None]
+    for names, most in (("0123", 8), ("01235", 8), ("01234", 7)):  # another step is planned anew
+        planned_of_two(choice, (8,) * 5)
+        assert kept(choice, names, most) is None
+    planned_of_two(choice, (8,) * 3)
+    assert kept(choice, "012", 8) is None  # a plan of few takes little
 
 
 def test_nobody_is_asked_where_no_request_wants_drafts() -> None:
     choice = MeasuredChoice(deterministic=True)
     planned_of_two(choice, (8,))
-    assert unasked(choice, "0", 8) is None
     for names, most, wish in (("0", 8, "NONE"), ("01", 1, None)):
-        plan = unasked(choice, names, most, *[DraftWish(algorithm=wish)] * len(names))
+        plan = kept(choice, names, most, *[DraftWish(algorithm=wish)] * len(names))
         assert plan is not None
         assert plan.drafts_nothing
 
