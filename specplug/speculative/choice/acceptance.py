@@ -94,6 +94,11 @@ class Acceptance:
         found: Array = (self._belief[rows].swapaxes(0, 1) @ self._survival).swapaxes(0, 1)
         return found
 
+    def survival_of_one(self, row: int) -> list[list[float]]:
+        """Return ``survival`` of one request, [A][D], in plain numbers."""
+        found: list[list[float]] = (self._belief[row, :, None] @ self._survival)[:, 0].tolist()
+        return found
+
     @property
     def of_the_run(self) -> tuple[Array, Array]:
         """The probability that a node at each depth is accepted with all before it, by the run's

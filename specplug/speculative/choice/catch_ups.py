@@ -45,6 +45,9 @@ class CatchUps:
 
     def feed(self, rows: Array, who: Array, step: int) -> None:
         """Note which algorithm drafts for each request in a step, -1: none."""
+        if len(rows) == 1:  # in plain numbers, which are quicker than arrays of one
+            self._feed_one(int(rows[0]), int(who[0]), step)
+            return
         drafted = who >= 0
         place = rows[drafted], who[drafted]
         waited = step - 1 - self._fed[place]
@@ -52,6 +55,13 @@ class CatchUps:
         if found.any():
             self._waited[place[0][found], place[1][found]] = np.minimum(waited[found], _MOST_ROWS)
         self._fed[place] = step
+
+    def _feed_one(self, row: int, a: int, step: int) -> None:
+        if a >= 0:
+            waited = step - 1 - self._fed.item(row, a)
+            if waited > 0:
+                self._waited[row, a] = min(waited, _MOST_ROWS)
+            self._fed[row, a] = step
 
     def learn(self, algorithm: int, rows: Sequence[int], seconds: float) -> None:
         """Learn how much longer it took to draft for these requests, which waited before."""
@@ -76,6 +86,15 @@ class CatchUps:
         whole = self._seconds * (_FIXED_ROWS + waiting.sum(0))
         share = self._seconds * np.minimum(1.0, most / np.maximum(whole, most)) / _RUN
         return share * _FIXED_ROWS * (waiting > 0).any(0), share * waiting.mean(0)
+
+    def starts_of_one(self, row: int, step: int, most: float) -> list[float]:
+        """Return the sums of ``starts`` for one request, [A]: in plain numbers."""
+        every = zip(self._seconds.tolist(), self._fed[row].tolist(), strict=True)
+        waiting = [(own, min(step - 1 - fed, _MOST_ROWS)) for own, fed in every]
+        return [
+            min(own * (_FIXED_ROWS + rows), most) / _RUN if rows > 0 else 0.0
+            for own, rows in waiting
+        ]
 
     def left(self, algorithm: int, rows: Array | Sequence[int], step: int, steps: int) -> float:
         """Return the seconds of a catch-up of these requests that a run of fewer steps than those

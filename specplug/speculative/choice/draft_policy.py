@@ -33,7 +33,7 @@ Array = np.ndarray
 Rows = Array | Sequence[Sequence[float]]
 
 NO_ROOM = "no draft is asked for, or has room"
-_FADED = 4
+_FADED = 8
 """Steps after which what is known of requests fades, by so many steps at once."""
 _LUCK = 0.1
 """The chance by which a request is as good as it is taken to be, where all drafts go on or none."""
@@ -210,11 +210,11 @@ class DraftPolicy:
         def able(chances: Sequence[Sequence[float]]) -> list[Sequence[float]]:
             return [known.get(a, own)[: most[a]] for a, own in enumerate(chances)]
 
-        costs = CostsOfOne.of(self.costs, context, max(most), filled, self._starts([row]))
+        costs = CostsOfOne.of(self.costs, context, max(most), filled, self._starts_of_one(row))
         plain = costs.plain
         if not any(most):
             return attrs.evolve(plain, reason=NO_ROOM)
-        chances = able(self.acceptance.survival([row])[0].tolist())
+        chances = able(self.acceptance.survival_of_one(row))
         plan = self._earned(best_of_one(chances, costs, plain))
         tried = self._trials.again([row], plan, [most])
         if tried is not None:
@@ -250,6 +250,12 @@ class DraftPolicy:
             return None
         bs = len(rows)
         return self._catch_ups.starts(rows, self._step, float(self.costs.curve(bs, 0.0, bs)[bs]))
+
+    def _starts_of_one(self, row: int) -> Sequence[float]:
+        """Return the same of one request, [A]; (): nothing."""
+        if self._catch_ups.are_free:
+            return ()
+        return self._catch_ups.starts_of_one(row, self._step, self.costs.known(1).curve.item(1))
 
     def _late(self, rows: Array | Sequence[int], plan: Plan) -> Callable[[Plan], float]:
         """Return what gives the seconds that a trial takes beside its steps.

@@ -13,7 +13,6 @@ from specplug.speculative.choice.best_plan import BEST, MARGIN, NOTHING_PAYS, Pl
 from specplug.speculative.choice.step_cost import StepCosts
 from specplug.speculative.choice.trials import FRESH, Late, Trials
 
-Array = np.ndarray
 Chances = Sequence[Sequence[float]]
 """By algorithm: the probability that a node at each depth is accepted with all before it, as deep
 as the algorithm may draft."""
@@ -42,20 +41,19 @@ class CostsOfOne:
         context: float,
         most_nodes: int,
         filled: Sequence[float],
-        starts: tuple[Array, Array] | None,
+        starts: Sequence[float],
     ) -> CostsOfOne:
         """Return those of steps with at most ``most_nodes`` drafted nodes.
 
         Args:
-            starts: as in ``Costs.of``.
+            starts: [A] seconds more of each algorithm's drafting; (): none.
         """
         known = costs.known(1 + most_nodes)
         curve, of_context = known.curve[: 2 + most_nodes].tolist(), known.fixed[1]
         drafters = known.drafters
-        if starts is not None:
-            more = (starts[0] + starts[1]).tolist()
+        if any(starts):
             drafters = [
-                [own[0] + start, *own[1:]] for own, start in zip(drafters, more, strict=True)
+                [own[0] + start, *own[1:]] for own, start in zip(drafters, starts, strict=True)
             ]
         return cls(curve, of_context * (context * 1e-3), drafters, filled)
 

@@ -96,3 +96,12 @@ def test_hope_grows_with_what_is_not_known() -> None:
         known.fade(ROW)
     assert known.hopeful(ROW, chances)[0, 0, 0] > 0.5
     assert (known.hopeful(ROW, np.array([[1.0]])) == known.survival(ROW)).all()
+
+
+def test_one_request_is_known_as_arrays_say() -> None:
+    known = Acceptance(2, 8)
+    for row in (0, 1):
+        known.reset(row)
+        known.observe([row], [1], [4], [4 * row])
+    for row in (0, 1):
+        np.testing.assert_allclose(known.survival_of_one(row), known.survival([0, 1])[row])

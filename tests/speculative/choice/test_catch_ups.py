@@ -60,3 +60,12 @@ def test_one_that_drafted_in_the_last_step_has_missed_nothing() -> None:
     assert not any_.any()
     assert not request.any()
     assert found.left(1, [0, 1], 42, 2) == 0.0
+
+
+def test_one_request_takes_what_arrays_say() -> None:
+    found = paused(40)
+    found.feed(np.array([0]), np.array([1]), 41)
+    found.learn(1, [0], 0.01)
+    for step, most in ((42, 1.0), (81, 1.0), (300, 0.002)):
+        any_, request = found.starts(np.array([0]), step, most)
+        assert found.starts_of_one(0, step, most) == pytest.approx((any_ + request).tolist())

@@ -22,7 +22,7 @@ CURVES: dict[str, tuple[Callable[[float], float], bool]] = {
 }
 
 
-def machine(curve: str, **more: Callable[[int], float]) -> Machine:
+def machine(curve: str, **more: Any) -> Machine:
     target, padded = CURVES[curve]
     return Machine(target=target, padded=padded, request=2e-4, drafters=DRAFTERS, **more)
 
