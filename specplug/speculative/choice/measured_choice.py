@@ -113,7 +113,7 @@ class MeasuredChoice:
             self._launched.append(_Launched(_ids(batch), _context(batch)))
             size = choices.size
             return DraftPlan(who=(NOBODY,) * size, most_nodes=(1,) * size, reason=NO_ROOM)
-        if kept is None or not kept.left or not kept.room.is_of(choices):
+        if kept is None or kept.known or not kept.left or not kept.room.is_of(choices):
             return None
         if kept.launched.request_ids != _ids(batch):
             return None
@@ -133,9 +133,14 @@ class MeasuredChoice:
         known = {a: self._foresee(a, each, batch) for a, each in foreseen.items()}
         if self._room is None or not self._room.is_of(choices):
             self._room = _Room.of(choices)
-        plan = policy.plan(ids, self._room.depths, context, known)
         launched = _Launched(ids, context, tuple(known))
         self._launched.append(launched)
+        kept = self._kept
+        if kept is not None and kept.is_of_one(ids, self._room, known):
+            kept.left -= 1
+            policy.keep(kept.plan)
+            return kept.told
+        plan = policy.plan(ids, self._room.depths, context, known)
         nodes = [1 + depth for depth in plan.depths.tolist()]  # 0 where nobody drafts
         told = DraftPlan(
             who=tuple(plan.who.tolist()),
@@ -147,6 +152,8 @@ class MeasuredChoice:
         self._kept = None
         if len(ids) >= _SEVERAL and plan.reason in (BEST, NOTHING_PAYS):
             self._kept = _Kept(plan, told, launched, self._room, _KEPT)
+        elif len(ids) == 1 and plan.reason == BEST and told.who[0] in known:
+            self._kept = _Kept(plan, told, launched, self._room, _KEPT, known)
         return told
 
     @hookimpl
@@ -302,6 +309,8 @@ class _Kept:
         launched: its step.
         room: in which it was made.
         left: for how many steps more it is good.
+        known: of one request whose text is looked up: what was foreseen, and is to be foreseen
+            again. Empty: nobody needs to be asked.
     """
 
     plan: Plan
@@ -309,3 +318,9 @@ class _Kept:
     launched: _Launched
     room: _Room
     left: int
+    known: Mapping[int, Rows] = attrs.field(factory=dict)
+
+    def is_of_one(self, ids: tuple[str, ...], room: _Room, known: Mapping[int, Rows]) -> bool:
+        """Return whether this is the plan of a step of one request, too."""
+        is_good = self.known and self.left and self.launched.request_ids == ids
+        return bool(is_good and self.room is room and self.known == known)

@@ -9,6 +9,7 @@ import attrs
 import pytest
 import torch
 
+from specplug.speculative.choice.draft_policy import DraftPolicy
 from specplug.speculative.choice.measured_choice import MeasuredChoice
 from specplug.speculative.draft_plan import DraftChoices, DraftPlan, DraftWish, ForeseenDrafts
 from specplug.speculative.report import StepReport
@@ -126,6 +127,25 @@ def test_plan_of_several_requests_is_kept_for_some_steps() -> None:
         assert kept(choice, names, most) is None
     planned_of_two(choice, (8,) * 3)
     assert kept(choice, "012", 8) is None  # a plan of few takes little
+
+
+def test_plan_of_a_text_that_is_copied_on_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    plan = DraftPolicy.plan
+
+    def counted(self: DraftPolicy, request_ids: Any, *rest: Any) -> Any:
+        made.append(len(request_ids))
+        return plan(self, request_ids, *rest)
+
+    monkeypatch.setattr(DraftPolicy, "plan", counted)
+    choice = MeasuredChoice(deterministic=True)
+    first = planned_of_two(choice, (8,))
+    assert [planned_of_two(choice, (8,)) for _ in range(3)] == [first] * 3
+    assert len(made) == 1
+    assert kept(choice, "0", 8) is None  # it is asked whether the text goes on
+    planned_of_two(choice, (8,))
+    planned_of_two(choice, (7,))  # another room
+    assert len(made) == 3
 
 
 def test_nobody_is_asked_where_no_request_wants_drafts() -> None:
