@@ -188,8 +188,8 @@ class Trials:
 
         return self.paid(plan, tried, late)
 
-    def begin(self, rows: Sequence[int], plan: Plan, tried: Plan) -> list[int]:
-        """Let a trial go on in the next steps, and return the places of what it tries.
+    def begin(self, rows: Sequence[int], plan: Plan, tried: Plan) -> None:
+        """Let a trial go on in the next steps.
 
         Args:
             rows: of the requests.
@@ -199,7 +199,6 @@ class Trials:
         places: list[int] = np.flatnonzero((tried.who != plan.who) & (tried.who >= 0)).tolist()
         self._tried = {rows[n]: (int(tried.who[n]), int(tried.depths[n])) for n in places}
         self._left = LASTS - 1
-        return places
 
     def again(
         self, rows: Sequence[int], plan: Plan, most: Array | Sequence[Sequence[int]]
