@@ -72,7 +72,7 @@ def test_text_that_turns_to_noise_is_noticed_in_ten_steps() -> None:
     assert observed(prose + [0] * 60).survival(ROW)[0, 0, 0] < 0.1
 
 
-def test_new_request_of_a_mixed_run_is_soon_known_to_be_of_one_kind() -> None:
+def test_new_request_of_a_mixed_run_is_soon_of_one_kind() -> None:
     random = np.random.default_rng(0)
     known = Acceptance(1, 8)
     for request in range(12):
