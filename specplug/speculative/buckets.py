@@ -10,6 +10,9 @@ MOST_ROWS = 512
 """Rows of the largest pass whose rows are padded, the default of ``chunked_prefill_size``. A larger
 one keeps a GPU busy for longer than the host takes to launch its kernels one by one."""
 
+_MOST_PRODUCT_ROWS = 2048
+"""Rows of a draft's product from which on they are not padded: they keep a GPU busy for long."""
+
 _ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 
 
@@ -36,6 +39,15 @@ def row_buckets(most: int) -> list[int]:
     """Return the most rows of each form that passes of at most ``most`` rows are padded to."""
     most = min(most, MOST_ROWS)
     return [*(rows for rows in _ROWS if rows < most), most]
+
+
+def product_rows(rows: int) -> int:
+    """Return the rows that a draft's product by cuBLAS is padded to: a power of two, or what lies
+    half way to the next one. For a number of rows that is new cuBLAS loads another kernel, for 20
+    to 45 ms in all of a pass: so they are few, and a start runs all (``late_feed.stand_ins``)."""
+    power = 1 << (rows - 1).bit_length()
+    between = 3 * power // 4
+    return rows if rows > _MOST_PRODUCT_ROWS else between if rows <= between else power
 
 
 def width_bucket(width: int) -> int:

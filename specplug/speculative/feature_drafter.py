@@ -102,19 +102,23 @@ class FeatureDrafter(Drafter):
     def extend(self, batch: Batch, output: CommittedOutput) -> DraftInput:
         """Run the committed rows, of a prefill chunk or an accepted path, through the network and
         choose what follows the last of each. Where no draft follows, only write their keys."""
-        bonus_tokens, last_rows = output.bonus_tokens, None
         if self._reads_single_rows(batch, output):
-            last_rows = output.last_rows
-            batch, output = single_rows(batch, output)
+            of_rows = self._read(*single_rows(batch, output))
+            state = {name: rows[output.last_rows] for name, rows in of_rows.items()}
+        else:
+            state = self._read(batch, output)
+        return DraftInput(bonus_tokens=output.bonus_tokens, state=state)
+
+    def _read(self, batch: Batch, output: CommittedOutput) -> dict[str, Tensor]:
+        """Run the committed rows through the network and return the state that they leave; none
+        where no draft follows."""
         if not batch.drafts_follow:
             write = self._write if batch.is_prefill else self._write_paths
             write(batch, output)
-            return DraftInput(bonus_tokens=bonus_tokens)
+            return {}
         extend = self._extend if batch.is_prefill else self._extend_paths
-        state = extend(batch, output)
-        if last_rows is not None:
-            state = {name: of_rows[last_rows] for name, of_rows in state.items()}
-        return DraftInput(bonus_tokens=bonus_tokens, state=state)
+        state: dict[str, Tensor] = extend(batch, output)
+        return state
 
     def _reads_single_rows(self, batch: Batch, output: CommittedOutput) -> bool:
         """Return whether what several steps have left is read as so many requests of one row."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from specplug.kernels.attention_form import kept_form
 from specplug.kernels.cpu_kernels import CPUKernels, LayerWeights, Panels, is_kept_twice
 from specplug.kernels.kernel_table import Operation, kernels_in_c, runs_triton
+from specplug.speculative.buckets import product_rows
 from specplug.speculative.paged_plan import PagedKVCache, plan_of
 from specplug.speculative.runtime import AttentionPlan, KVCache
 
@@ -26,9 +27,6 @@ DRAFT_KERNEL_ROWS = 64
 """The most rows of a draft's product that the kernel computes: up to there it is as fast as cuBLAS
 at every shape, and does more in one launch. From there to 128 wide ones are some 8 % slower: a
 target pays that for its bits (``exact_linear.TARGET_KERNEL_ROWS``), a draft has no need to."""
-
-_MOST_PADDED_ROWS = 2048
-"""Rows of a draft's product from which on they are not padded: they keep a GPU busy for long."""
 
 _PANELS = "specplug_panels"
 """The attribute of a weight that has a copy for the CPU's kernels."""
@@ -58,7 +56,7 @@ def linear(
             from specplug.kernels import linear as kernels
 
             return kernels.linear(x.contiguous(), weight, bias, residual)
-        padded = _padded_rows(len(x))
+        padded = product_rows(len(x))
         if padded > len(x):
             product = F.linear(F.pad(x, (0, 0, 0, padded - len(x))), weight, bias)[: len(x)]
             return product if residual is None else residual + product
@@ -66,15 +64,6 @@ def linear(
         return torch.addmm(residual, x, weight.t())
     product = F.linear(x, weight, bias)
     return product if residual is None else residual + product
-
-
-def _padded_rows(rows: int) -> int:
-    """Return the rows that a product by cuBLAS is padded to. For a number of rows that is new it
-    loads another kernel, for 20 to 45 ms in all of a pass: so they are few, and a start runs all
-    (``late_feed.stand_ins``)."""
-    power = 1 << (rows - 1).bit_length()
-    between = 3 * power // 4
-    return rows if rows > _MOST_PADDED_ROWS else between if rows <= between else power
 
 
 def pack_weights(weights: Sequence[Tensor]) -> None:

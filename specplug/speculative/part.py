@@ -25,16 +25,12 @@ from specplug.speculative.graph_runner import PassRunner
 from specplug.speculative.hook_calls import HookCalls, parts_of
 from specplug.speculative.late_feed import MOST_ROWS, LateFeed, stand_ins
 from specplug.speculative.planned_drafts import evolved
-from specplug.speculative.verify import CommittedOutput
+from specplug.speculative.verify import OF_REQUESTS, CommittedOutput
 
 if TYPE_CHECKING:
     from specplug.speculative.draft_plan import ForeseenDrafts
     from specplug.speculative.hook_order import Batch, RequestView
     from specplug.speculative.runtime import Runtime
-
-
-_OF_REQUESTS = "next_tokens", "own_tokens", "last_rows", "accept_lens", "bonus_tokens"
-"""The fields of a committed output that are not of each node."""
 
 
 class PartHolder:
@@ -350,23 +346,17 @@ class Part:
 
 def _copy(output: CommittedOutput) -> CommittedOutput:
     """Return the output in tensors of a part's own, but for those of each node."""
-    return CommittedOutput(
-        next_tokens=output.next_tokens.clone(),
-        own_tokens=output.own_tokens.clone(),
-        per_node=output.per_node,
-        last_rows=output.last_rows.clone(),
-        accept_lens=output.accept_lens.clone(),
-        bonus_tokens=output.bonus_tokens.clone(),
-    )
+    copies = {name: getattr(output, name).clone() for name in OF_REQUESTS}
+    return CommittedOutput(**copies, per_node=output.per_node)
 
 
 def _whole_copy(output: CommittedOutput) -> CommittedOutput:
     """Return the output in other tensors, those that are not of each node in one launch: each takes
     a GPU some microseconds, and nobody may ever read them."""
-    tensors = [getattr(output, name) for name in _OF_REQUESTS]
+    tensors = [getattr(output, name) for name in OF_REQUESTS]
     copies = torch.split(torch.cat(tensors), [len(tensor) for tensor in tensors])
     per_node = {name: tensor.clone() for name, tensor in output.per_node.items()}
-    return CommittedOutput(**dict(zip(_OF_REQUESTS, copies, strict=True)), per_node=per_node)
+    return CommittedOutput(**dict(zip(OF_REQUESTS, copies, strict=True)), per_node=per_node)
 
 
 @attrs.frozen(eq=False)

@@ -21,7 +21,7 @@ from specplug.speculative.buckets import batch_bucket
 from specplug.speculative.draft import Draft, DraftInput
 from specplug.speculative.hook_order import Batch
 from specplug.speculative.paged_plan import LentPlan, PagedPlan, plan_of
-from specplug.speculative.verify import CommittedOutput
+from specplug.speculative.verify import OF_REQUESTS, CommittedOutput
 
 _PIECE = 16 << 10
 """Bytes that a block of threads copies at once: the 32 of each that one load and store take."""
@@ -33,8 +33,7 @@ Remake = Callable[[Iterator[Tensor]], Any]
 Parts = tuple[list[Tensor], Remake]
 """The tensors of a value, and what makes a value like it of others in their order."""
 
-_COMMITTED = "next_tokens", "own_tokens", "last_rows", "accept_lens", "bonus_tokens"
-_committed = attrgetter(*_COMMITTED)
+_committed = attrgetter(*OF_REQUESTS)
 
 
 def batch_size_of(arguments: tuple[Any, ...]) -> int | None:
@@ -114,7 +113,7 @@ def _batch_like(batch: Batch, left: Iterator[Tensor]) -> Batch:
 
 
 def _committed_like(names: tuple[str, ...], left: Iterator[Tensor]) -> CommittedOutput:
-    own = dict(zip(_COMMITTED, left, strict=False))  # and no more of those left
+    own = dict(zip(OF_REQUESTS, left, strict=False))  # and no more of those left
     return CommittedOutput(**own, per_node=dict(zip(names, left, strict=False)))
 
 

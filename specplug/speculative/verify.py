@@ -253,6 +253,10 @@ class CommittedOutput:
     bonus_tokens: Tensor
 
 
+OF_REQUESTS = "next_tokens", "own_tokens", "last_rows", "accept_lens", "bonus_tokens"
+"""The tensors of a ``CommittedOutput`` that are not of each node, in their order."""
+
+
 def compact(
     verified: VerifyOutput, tokens: Tensor, per_node: Mapping[str, Tensor]
 ) -> CommittedOutput:

@@ -11,9 +11,9 @@ Array = np.ndarray
 
 _FIXED_ROWS = 256
 """Rows that take as long as what does not depend on how many are fed: up to so many are read by a
-recorded pass, which takes as long for one."""
+recorded pass, which takes as long for one (``FeatureDrafter.extend``)."""
 _MOST_ROWS = 128
-"""Rows of a request that wait at most."""
+"""Rows of a request that wait at most, as in ``LateFeed``."""
 _OF_LAST = 0.2
 """How much the last time counts among all."""
 _RUN = 8
@@ -57,6 +57,7 @@ class CatchUps:
         self._fed[place] = step
 
     def _feed_one(self, row: int, a: int, step: int) -> None:
+        """Note whether an algorithm drafts for one request."""
         if a >= 0:
             waited = step - 1 - self._fed.item(row, a)
             if waited > 0:

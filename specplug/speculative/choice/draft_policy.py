@@ -248,14 +248,13 @@ class DraftPolicy:
         """Return what it takes to catch algorithms up, as ``CatchUps.starts``; None: nothing."""
         if self._catch_ups.are_free:
             return None
-        bs = len(rows)
-        return self._catch_ups.starts(rows, self._step, float(self.costs.curve(bs, 0.0, bs)[bs]))
+        return self._catch_ups.starts(rows, self._step, self.costs.plain_seconds(len(rows)))
 
     def _starts_of_one(self, row: int) -> Sequence[float]:
         """Return the same of one request, [A]; (): nothing."""
         if self._catch_ups.are_free:
             return ()
-        return self._catch_ups.starts_of_one(row, self._step, self.costs.known(1).curve.item(1))
+        return self._catch_ups.starts_of_one(row, self._step, self.costs.plain_seconds(1))
 
     def _late(self, rows: Array | Sequence[int], plan: Plan) -> Callable[[Plan], float]:
         """Return what gives the seconds that a trial takes beside its steps.
@@ -265,8 +264,6 @@ class DraftPolicy:
         """
 
         def late(tried: Plan) -> float:
-            if self._catch_ups.are_free:
-                return 0.0
             total = 0.0
             for a in set(tried.who.tolist()) - {-1}:
                 places = np.flatnonzero((tried.who == a) & (plan.who != a))
@@ -361,7 +358,7 @@ class DraftPolicy:
             return
         assert outcome.draft_seconds is not None
         more = outcome.draft_seconds - self.costs.draft_seconds(work)
-        more = min(max(more, 0.0), float(self.costs.curve(work.bs, 0.0, work.bs)[-1]))
+        more = min(max(more, 0.0), self.costs.plain_seconds(work.bs))
         for a in outcome.caught_up:
             each = zip(rows, outcome.who, strict=True)
             mine = [row for row, who in each if who == a and row >= 0]

@@ -292,6 +292,12 @@ class StepCosts:
         curve: Array = known.curve[: most_rows + 1] + fixed
         return curve
 
+    def plain_seconds(self, bs: int) -> float:
+        """Return the target's seconds in a step of ``bs`` requests in which nothing is drafted, but
+        for what the context takes."""
+        known = self.known(bs)
+        return float(known.curve.item(bs) + known.fixed[0] * (bs - 1))
+
     @property
     def ragged(self) -> float:
         """Seconds more of a step whose requests have differing numbers of nodes."""
