@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorded_operations import record_operations
 
 from specplug import (
     LLM,
@@ -23,11 +24,14 @@ from specplug import (
     SamplingParams,
     hookimpl,
 )
-from specplug.speculative import feature_drafter
-from specplug.speculative.graph_runner import PassRunner
+from specplug.engine.engine_runtime import EngineRuntime
+from specplug.speculative import feature_drafter, graph_recorder
+from specplug.speculative.graph_recorder import GraphRecorder
+from specplug.speculative.graph_runner import GraphRunner
 from specplug.speculative.hook_order import ForwardMode
 from specplug.speculative.late_feed import LateFeed, single_rows
 from specplug.speculative.part import Part
+from specplug.speculative.pass_arguments import BatchPadding
 from specplug_eagle3 import Eagle3
 
 TEXT = "def area(width, height):\n    return width * height\n\n\ndef "
@@ -127,18 +131,24 @@ def test_drafts_are_those_of_one_fed_at_each_step(
 def test_rows_read_as_requests_give_the_same_drafts(
     algorithm: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As they are where passes are recorded."""
+    """As they are where passes are recorded, here as operations that are replayed."""
     read = Counter[int]()
 
     def counted(batch: Batch, output: CommittedOutput) -> Any:
         read[batch.size] += len(output.next_tokens)
         return single_rows(batch, output)
 
+    def recorded(self: EngineRuntime, forward: Any) -> GraphRunner:
+        padding = BatchPadding(length=lambda: self._kv.key_length)
+        return GraphRunner(forward, padding, GraphRecorder())
+
     monkeypatch.setattr("specplug.debug.DEBUG", True)
     monkeypatch.setattr(feature_drafter, "single_rows", counted)
     joined, tokens = drafts(algorithm, **settings)
     assert not read
-    monkeypatch.setattr(feature_drafter, "GraphRunner", PassRunner)
+    monkeypatch.setattr(EngineRuntime, "draft_pass", recorded)
+    monkeypatch.setattr(graph_recorder, "record_graph", record_operations)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     single, expected = drafts(algorithm, **settings)
     assert tokens == expected
     assert joined.drafts == single.drafts
