@@ -102,7 +102,11 @@ class TakenSteps:
             names: of its algorithms.
         """
         costs = policy.costs
-        known = {bs: sums for bs, sums in self._sums.items() if costs.plain_doubt(bs) < _MOST_DOUBT}
+        known = {
+            bs: sums
+            for bs, sums in self._sums.items()
+            if costs.plain_doubt(bs, sums.context / sums.steps) < _MOST_DOUBT
+        }
         if not known or not costs.is_measured:
             return None
         plain = sum(s.tokens / bs * _plain_seconds(policy, bs, s) for bs, s in known.items())

@@ -169,7 +169,7 @@ class DraftPolicy:
         tried = self._trials.again(rows.tolist(), plan, most)
         if tried is not None:
             return attrs.evolve(planned(*tried, survival, costs), reason=TRIED)
-        if self._trials.tries_plain(plan, plain, lambda: self.costs.plain_doubt(bs)):
+        if self._trials.tries_plain(plan, plain, lambda: self.costs.plain_doubt(bs, context)):
             return attrs.evolve(plain, reason=TRIED_PLAIN)
         if not self._trials.is_due(bs):
             return plan
@@ -220,7 +220,7 @@ class DraftPolicy:
         if tried is not None:
             who, depth = int(tried[0][0]), int(tried[1][0])
             return attrs.evolve(costs.planned(who, chances[who], depth), reason=TRIED)
-        if self._trials.tries_plain(plan, plain, lambda: self.costs.plain_doubt(1)):
+        if self._trials.tries_plain(plan, plain, lambda: self.costs.plain_doubt(1, context)):
             return attrs.evolve(plain, reason=TRIED_PLAIN)
         if not self._trials.is_due(1):
             return plan

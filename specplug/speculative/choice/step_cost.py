@@ -150,8 +150,6 @@ class StepCosts:
         self._padded = padded
         self.algorithms = algorithms
         self._rows_table = np.zeros((0, len(_KNOTS)))
-        self._plain_weights: dict[int, Array] = {}
-        self._plain_doubts: dict[int, tuple[int, float]] = {}
         self._known = KnownCosts(-1, np.zeros(0), [], [])
 
     @property
@@ -171,30 +169,18 @@ class StepCosts:
         """Return the standard deviation of ``seconds``, as a share."""
         return self._filter.doubt(self._weights(work))
 
-    def plain_doubt(self, bs: int) -> float:
-        """Return the ``doubt`` of a step of ``bs`` requests in which nothing is drafted, but for
-        what the context takes."""
-        changes, found = self._plain_doubts.get(bs, (-1, 0.0))
-        if changes != self._filter.changes:
-            found = self._filter.doubt(self._plain_weights_of(bs))
-            self._plain_doubts[bs] = self._filter.changes, found
-        return found
+    def plain_doubt(self, bs: int, context: float) -> float:
+        """Return the ``doubt`` of a step of ``bs`` requests in which nothing is drafted.
 
-    def _plain_weights_of(self, bs: int) -> Array:
-        """Return the weights of a step of ``bs`` requests in which nothing is drafted."""
-        if bs not in self._plain_weights:
-            nothing = np.zeros(self.algorithms)
-            work = StepWork(
-                bs=bs,
-                rows=bs,
-                context=0.0,
-                ragged=False,
-                depths=nothing,
-                requests=nothing,
-                nodes=nothing,
-            )
-            self._plain_weights[bs] = self._weights(work)
-        return self._plain_weights[bs]
+        Args:
+            context: committed tokens of all requests. Where that is much the same in all steps,
+                what it takes is known only together with the rest.
+        """
+        weights = np.zeros(_FIXED + _OF_DRAFTER * self.algorithms)
+        k = len(_KNOTS)
+        weights[:k] = self._row_weights(bs)[bs]
+        weights[k], weights[k + 1] = bs - 1, context * 1e-3
+        return self._filter.doubt(weights)
 
     def observe(
         self,

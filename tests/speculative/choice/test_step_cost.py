@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import attrs
 import numpy as np
 import pytest
 
@@ -72,6 +73,16 @@ def test_times_far_below_are_not_overshot(trusted: bool) -> None:
         assert (np.diff(curve) >= 0).all(), "more rows never cost less"
     assert all(after <= before + 0.01 for before, after in pairwise(errors))
     assert errors[-1] < 0.02
+
+
+def test_plain_step_is_known_whose_context_is_always_the_same() -> None:
+    """What the context takes is not known apart then, and need not be."""
+    costs = StepCosts(1, GPU_COSTS, padded=True)
+    plain = attrs.evolve(work(64, bs=64), context=20000.0)
+    for _ in range(12):
+        costs.observe(plain, 0.006, trusted=True)
+    assert costs.plain_doubt(64, 20000.0) < 0.03 < costs.plain_doubt(64, 0.0)
+    assert costs.plain_doubt(64, 20000.0) == pytest.approx(costs.doubt(plain))
 
 
 def test_drafting_is_learned_apart() -> None:
