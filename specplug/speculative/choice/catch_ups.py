@@ -16,8 +16,11 @@ _MOST_ROWS = 128
 """Rows of a request that wait at most, as in ``LateFeed``."""
 _OF_LAST = 0.2
 """How much the last time counts among all."""
-_RUN = 8
-"""Steps in a row for which an algorithm is expected to draft, once it begins to."""
+_RUN = 8.0
+"""Steps in a row for which an algorithm is expected to draft for a request, once it begins to: at
+first, and at most."""
+_OF_STEPS = 0.97
+"""What a step leaves of how often algorithms stopped, before it."""
 
 
 class CatchUps:
@@ -34,6 +37,11 @@ class CatchUps:
         # By row: the last step that was fed, and the rows that waited until then.
         self._fed = np.zeros((0, algorithms), dtype=np.int64)
         self._waited = np.zeros((0, algorithms), dtype=np.int64)
+        self._who = np.zeros(0, dtype=np.int64)  # by row: what drafted last, -1: nothing
+        # Shares of a step's requests, by algorithm: those that it drafted for in the step before,
+        # and those of them that it does not draft for any more.
+        self._drafted = np.ones(algorithms)
+        self._stopped = np.ones(algorithms) / _RUN
 
     def begin(self, row: int, step: int) -> None:
         """Begin a new request in a row, which is fed."""
@@ -41,7 +49,9 @@ class CatchUps:
             more = np.zeros((max(16, len(self._fed), row + 1), self._fed.shape[1]), np.int64)
             self._fed = np.concatenate([self._fed, more])
             self._waited = np.concatenate([self._waited, more])
+            self._who = np.concatenate([self._who, more[:, 0]])
         self._fed[row] = step
+        self._who[row] = -1
 
     def feed(self, rows: Array, who: Array, step: int) -> None:
         """Note which algorithm drafts for each request in a step, -1: none."""
@@ -55,6 +65,7 @@ class CatchUps:
         if found.any():
             self._waited[place[0][found], place[1][found]] = np.minimum(waited[found], _MOST_ROWS)
         self._fed[place] = step
+        self._who[rows] = who
 
     def _feed_one(self, row: int, a: int, step: int) -> None:
         """Note whether an algorithm drafts for one request."""
@@ -63,6 +74,27 @@ class CatchUps:
             if waited > 0:
                 self._waited[row, a] = min(waited, _MOST_ROWS)
             self._fed[row, a] = step
+        self._who[row] = a
+
+    def follow(self, rows: Array, who: Array) -> None:
+        """Learn for how many steps algorithms draft in a row, from a step that is not fed yet.
+
+        Args:
+            rows: [n] of its requests.
+            who: [n] what drafts for each, -1: nothing.
+        """
+        before = self._who[rows]
+        stopped = before != who
+        for a in set(before.tolist()) - {-1}:
+            mine, kept = before == a, _OF_STEPS
+            share, stops = np.count_nonzero(mine), np.count_nonzero(mine & stopped)
+            self._drafted[a] = kept * self._drafted[a] + (1 - kept) * share / len(rows)
+            self._stopped[a] = kept * self._stopped[a] + (1 - kept) * stops / len(rows)
+
+    @property
+    def _runs(self) -> Array:
+        """For how many steps in a row each algorithm is expected to draft, [A]."""
+        return np.clip(self._drafted / np.maximum(self._stopped, 1e-9), 1.0, _RUN)
 
     def learn(self, algorithm: int, rows: Sequence[int], seconds: float) -> None:
         """Learn how much longer it took to draft for these requests, which waited before."""
@@ -85,16 +117,18 @@ class CatchUps:
         """
         waiting = self.waiting(rows, step)
         whole = self._seconds * (_FIXED_ROWS + waiting.sum(0))
-        share = self._seconds * np.minimum(1.0, most / np.maximum(whole, most)) / _RUN
+        share = self._seconds * np.minimum(1.0, most / np.maximum(whole, most)) / self._runs
         return share * _FIXED_ROWS * (waiting > 0).any(0), share * waiting.mean(0)
 
     def starts_of_one(self, row: int, step: int, most: float) -> list[float]:
         """Return the sums of ``starts`` for one request, [A]: in plain numbers."""
-        every = zip(self._seconds.tolist(), self._fed[row].tolist(), strict=True)
-        waiting = [(own, min(step - 1 - fed, _MOST_ROWS)) for own, fed in every]
+        every = zip(
+            self._seconds.tolist(), self._fed[row].tolist(), self._runs.tolist(), strict=True
+        )
+        waiting = [(own, min(step - 1 - fed, _MOST_ROWS), run) for own, fed, run in every]
         return [
-            min(own * (_FIXED_ROWS + rows), most) / _RUN if rows > 0 else 0.0
-            for own, rows in waiting
+            min(own * (_FIXED_ROWS + rows), most) / run if rows > 0 else 0.0
+            for own, rows, run in waiting
         ]
 
     def left(self, algorithm: int, rows: Array | Sequence[int], step: int, steps: int) -> float:
@@ -102,7 +136,8 @@ class CatchUps:
         of ``starts`` does not count."""
         waiting = float(self.waiting(rows, step)[:, algorithm].sum())
         whole = float(self._seconds[algorithm]) * (_FIXED_ROWS + waiting)
-        return (1 - steps / _RUN) * whole if waiting else 0.0
+        run = float(self._runs[algorithm])
+        return max(0.0, 1 - steps / run) * whole if waiting else 0.0
 
     def waiting(self, rows: Array | Sequence[int], step: int) -> Array:
         """Return the rows that wait of each request before a step, [n, A]."""

@@ -93,6 +93,7 @@ class DraftPolicy:
         self.acceptance = Acceptance(algorithms, depth)
         self._planned = np.zeros(0, dtype=np.int64)  # the rows of the last plan
         self._trials = Trials()
+        self._was_best = False  # whether the last plan was no trial
         self._catch_ups = CatchUps(algorithms)
         self._rows: dict[str, int] = {}
         self._free: list[int] = []
@@ -131,6 +132,10 @@ class DraftPolicy:
         else:
             rows = self._rows_of(request_ids)
             plan = self._plan_many(rows, most, context, known, filled)
+        is_best = plan.reason not in (TRIED, TRIED_PLAIN)
+        if is_best and self._was_best and len(rows) > 1:  # a trial ends anyway
+            self._catch_ups.follow(rows, plan.who)
+        self._was_best = is_best
         self._planned = rows
         self._catch_ups.feed(rows, plan.who, self._step)
         return plan
@@ -138,6 +143,8 @@ class DraftPolicy:
     def keep(self, plan: Plan) -> None:
         """Count a step that keeps to the plan of the one before it, the best one."""
         self._step += 1
+        if len(self._planned) > 1:
+            self._catch_ups.follow(self._planned, plan.who)
         self._catch_ups.feed(self._planned, plan.who, self._step)
         self._earned(plan)
 

@@ -32,10 +32,14 @@ _ON_DEVICE = "propose", "target", "verify", "extend", "receive"
 """Parts of ``StepReport.seconds`` that a device with a clock of its own takes."""
 
 
-_KEPT = 3
-"""Steps that keep to the plan of the one before them, where the requests are the same and at least
-``_SEVERAL``: a plan takes longer the more there are, and a device may wait for the host then."""
+_KEPT, _FOR_ONE = 3, 16
+"""Steps that keep to the plan of the one before them at most, where the requests are the same, and
+for how many of these there is one: a plan takes longer the more there are, and a device may wait
+for the host then."""
 _SEVERAL = 4
+"""Requests from which on there is one at least."""
+_KEPT_OF_ONE = 3
+"""The same where one request goes on to copy what is looked up."""
 _MOST_LAUNCHED = 8
 """Steps that are planned and not processed at most."""
 
@@ -141,19 +145,20 @@ class MeasuredChoice:
             policy.keep(kept.plan)
             return kept.told
         plan = policy.plan(ids, self._room.depths, context, known)
-        nodes = [1 + depth for depth in plan.depths.tolist()]  # 0 where nobody drafts
+        who, depths = _with_stand_by(plan, self._room.depths, known)
         told = DraftPlan(
-            who=tuple(plan.who.tolist()),
-            most_nodes=tuple(nodes),
+            who=tuple(who.tolist()),
+            most_nodes=tuple((1 + depths).tolist()),
             reason=plan.reason,
             expected_tokens=plan.tokens,
             expected_seconds=plan.seconds if policy.costs.is_measured else None,
         )
         self._kept = None
         if len(ids) >= _SEVERAL and plan.reason in (BEST, NOTHING_PAYS):
-            self._kept = _Kept(plan, told, launched, self._room, _KEPT)
+            left = min(_KEPT, max(1, len(ids) // _FOR_ONE))
+            self._kept = _Kept(plan, told, launched, self._room, left)
         elif len(ids) == 1 and plan.reason == BEST and told.who[0] in known:
-            self._kept = _Kept(plan, told, launched, self._room, _KEPT, known)
+            self._kept = _Kept(plan, told, launched, self._room, _KEPT_OF_ONE, known)
         return told
 
     @hookimpl
@@ -270,6 +275,29 @@ def _ids(batch: Batch) -> tuple[str, ...]:
 def _context(batch: Batch) -> float:
     """Return the tokens of all requests, as far as the host knows."""
     return float(sum([len(request.token_ids) for request in batch.requests]))
+
+
+def _with_stand_by(
+    plan: Plan, most: np.ndarray, known: Mapping[int, Rows]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return who drafts how deep, [n] each: as planned, and where nobody does and nothing was
+    foreseen an algorithm that looks text up for others. By now, or in the steps that keep to the
+    plan, it may find something, and costs nothing where it does not.
+
+    Args:
+        most: [n, A], how deep each algorithm may draft.
+        known: by algorithm the survivals that it foresees, [n, D].
+    """
+    who, depths = plan.who, plan.depths
+    if len(who) == 1:
+        return who, depths
+    for a, chances in known.items():
+        deep = int(depths[who == a].max(initial=0))
+        idle = (who == -1) & (np.asarray(chances)[:, 0] == 0) & (most[:, a] > 0)
+        if deep and idle.any():
+            who = np.where(idle, a, who)
+            depths = np.where(idle, np.minimum(deep, most[:, a]), depths)
+    return who, depths
 
 
 @attrs.frozen(eq=False)

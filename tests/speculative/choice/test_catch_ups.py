@@ -69,3 +69,29 @@ def test_one_request_takes_what_arrays_say() -> None:
     for step, most in ((42, 1.0), (81, 1.0), (300, 0.002)):
         any_, request = found.starts(np.array([0]), step, most)
         assert found.starts_of_one(0, step, most) == pytest.approx((any_ + request).tolist())
+
+
+def drafting_in_turns(steps: int) -> CatchUps:
+    """Two requests that the second algorithm drafts for in so many steps, then the first in as
+    many, and so on."""
+    found = paused(40)
+    found.feed(EVERY, np.array([1, 1]), 41)
+    found.learn(1, [0, 1], 0.01)
+    for step in range(42, 300):
+        who = np.full(2, step // steps % 2)
+        found.follow(EVERY, who)
+        found.feed(EVERY, who, step)
+    found.feed(EVERY, np.array([0, 0]), 300)
+    return found
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(1, 1), (2, 2), (4, 4), (100, 8)])
+def test_catch_up_counts_in_as_many_steps_as_it_is_for(steps: int, expected: int) -> None:
+    """Where algorithms take turns all the time, drafts that begin anew are no bargain."""
+    found = drafting_in_turns(steps)
+    whole = found.left(1, EVERY, 341, 0)
+    any_, request = found.starts(EVERY, 341, 1.0)
+    assert any_[1] + 2 * request[1] == pytest.approx(whole / expected, rel=0.15)
+    assert found.left(1, EVERY, 341, 1) == pytest.approx(
+        whole * (1 - 1 / expected), abs=0.05 * whole
+    )

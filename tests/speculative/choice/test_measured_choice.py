@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,8 +77,14 @@ class Stub:
     token_ids: tuple[int, ...] = (1, 2, 3)
 
 
-def planned_of_two(choice: MeasuredChoice, most: tuple[int, ...], *wishes: DraftWish) -> DraftPlan:
-    """Plan a step in which the second of two algorithms foresees what it is sure of."""
+def planned_of_two(
+    choice: MeasuredChoice, most: tuple[int, ...], *wishes: DraftWish, nothing: Sequence[int] = ()
+) -> DraftPlan:
+    """Plan a step in which the second of two algorithms foresees what it is sure of.
+
+    Args:
+        nothing: the requests of which it foresees nothing.
+    """
     size = len(most)
     sure = ForeseenDrafts(
         tokens=torch.ones(size, 7, dtype=torch.int64),
@@ -85,6 +92,7 @@ def planned_of_two(choice: MeasuredChoice, most: tuple[int, ...], *wishes: Draft
         known=(3,) * size,
         is_current=True,
     )
+    sure.scores[list(nothing)] = -torch.inf
     choices = DraftChoices.of(
         {"MODEL": 8, "TEXT": 8},
         most,
@@ -110,7 +118,33 @@ def test_plan_follows_what_requests_of_a_step_allow() -> None:
         assert planned_of_two(choice, (8,) * size).who == (1,) * size
 
 
-def kept(choice: MeasuredChoice, names: str, most: int, *wishes: DraftWish) -> DraftPlan | None:
+def test_text_is_looked_up_where_nobody_drafts_and_nothing_was_foreseen() -> None:
+    """By the time of the draft there may be something: it costs nothing where there is not."""
+    wishes = [DraftWish(algorithm="TEXT")] * 5
+    choice = MeasuredChoice(deterministic=True)
+    plan = planned_of_two(choice, (8, 8, 3, 1, 8), *wishes, nothing=(1, 2, 3))
+    assert plan.who == (1, 1, 1, -1, 1)
+    assert plan.most_nodes == (8, 8, 3, 1, 8)
+    assert plan.expected_tokens == pytest.approx(5 + 2 * 7, rel=0.1)  # of what is foreseen
+
+
+def test_nothing_is_looked_up_where_nothing_is_foreseen_of_any_request() -> None:
+    wish = DraftWish(algorithm="TEXT")
+    plan = planned_of_two(MeasuredChoice(deterministic=True), (8, 8), wish, wish, nothing=(0, 1))
+    assert plan.drafts_nothing
+
+
+def test_nothing_is_looked_up_for_a_request_that_wants_no_draft() -> None:
+    wishes = DraftWish(), DraftWish(algorithm="NONE"), DraftWish(algorithm="MODEL")
+    choice = MeasuredChoice(deterministic=True)
+    plan = planned_of_two(choice, (8,) * 3, *wishes, nothing=(1, 2))
+    assert plan.who[:2] == (1, -1)
+    assert plan.who[2] != 1
+
+
+def kept(
+    choice: MeasuredChoice, names: Sequence[str], most: int, *wishes: DraftWish
+) -> DraftPlan | None:
     """Return the plan of a step that needs no new one."""
     choices = DraftChoices.of({"MODEL": 8, "TEXT": 8}, (most,) * len(names), wishes, None)
     stub: Any = Stub(requests=tuple(Stub(request_id=name) for name in names))
@@ -120,8 +154,10 @@ def kept(choice: MeasuredChoice, names: str, most: int, *wishes: DraftWish) -> D
 def test_plan_of_several_requests_is_kept_for_some_steps() -> None:
     choice = MeasuredChoice(deterministic=True)
     assert kept(choice, "01234", 8) is None
-    plan = planned_of_two(choice, (8,) * 5)
-    assert [kept(choice, "01234", 8) for _ in range(4)] == [plan, plan, plan, None]
+    for size, steps in ((5, 1), (16, 1), (36, 2), (64, 3), (128, 3)):
+        names = [str(place) for place in range(size)]
+        plan = planned_of_two(choice, (8,) * size)
+        assert [kept(choice, names, 8) for _ in range(steps + 1)] == [plan] * steps + [None]
     for names, most in (("0123", 8), ("01235", 8), ("01234", 7)):  # another step is planned anew
         planned_of_two(choice, (8,) * 5)
         assert kept(choice, names, most) is None
