@@ -17,7 +17,7 @@ from specplug.engine.scheduler import SchedulerConfig
 from specplug.engine.step import StepRunner
 from specplug.engine.step_values import Decode, Prefill, PrefillChunk, SchedulerOutput
 from specplug.sampling_params import SamplingParams
-from specplug.speculative.buckets import MOST_ROWS, batch_sizes, row_buckets
+from specplug.speculative.buckets import MOST_IN_PARTS, MOST_ROWS, batch_sizes, row_buckets
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.planned_drafts import WarmDrafter
 
@@ -25,6 +25,8 @@ _LONGEST_PROMPT = 2048
 """Prompt tokens from which on no kernel is compiled anew for more."""
 _MOST_PROMPTS = 8
 """Prompts that fill a step together; more are rare."""
+_MANY_ROWS = 64, 128, 256, 512
+"""Rows of the passes over chunks of many prompts that are recorded."""
 _PROMPT = 2
 """Prompt tokens of a request that is to decode."""
 _REST = 0.01
@@ -90,9 +92,12 @@ class WarmUp:
             PluginError: a hook has failed.
             RankError: another rank has failed.
         """
+        forms = self._steps.runner.forms
         # A padded pass is recorded when its form comes for the second time.
-        times = 2 if self._steps.runner.padded_pass is not None else 1
+        times = 1 if forms is None else 2
         steps = [step for step in self.steps() for _ in range(times)]
+        if forms is not None:
+            forms.stands_in = False
         self._steps.kv.table.write(0, (), [0])  # the padding page, which the first step enters
         for done, step in enumerate(steps):
             advance(done, len(steps))
@@ -100,6 +105,8 @@ class WarmUp:
         advance(len(steps), len(steps))
         if self._ranks is not None:
             self._ranks.finish(self._take_part)
+        if forms is not None:
+            forms.stands_in = True
         for pool in self._steps.kv.tensors:  # the padding page's slot, as it was
             pool[:, :, 0].zero_()
         self._steps.calibration.clear()
@@ -126,6 +133,8 @@ class WarmUp:
         steps at every batch size that is recorded, of all kinds."""
         for width in _lengths(self._most_rows):
             yield _prefill(self._requests([width]))
+        if self._steps.runner.forms is not None:
+            yield from self._many_chunks()
         sizes = batch_sizes(self._limits.max_running_requests)
         for size in sizes:
             if 1 < size <= min(_MOST_PROMPTS, self._most_rows // 2):
@@ -142,6 +151,23 @@ class WarmUp:
         for length in (share, short):
             first = self._most_rows - (size - 1) * length
             yield _prefill(self._requests([first] + [length] * (size - 1)), is_last=False)
+
+    def _many_chunks(self) -> Iterator[SchedulerOutput]:
+        """Yield steps that few tokens of many prompts fill, one of them longer: their forms have
+        room for what is left of any prompts that the prefix cache has, or that go on."""
+        running, most = self._limits.max_running_requests, self._limits.chunked_prefill_size
+        for rows in _MANY_ROWS:
+            size = min(running - 1, rows // 2)
+            if size < 2 or rows > (most or _LONGEST_PROMPT):
+                continue
+            for longest in (MOST_IN_PARTS, self._most_rows):
+                lengths, left = [1] * size, rows - size
+                for place in range(size):
+                    more = min(left, longest - 1)
+                    lengths[place] += more
+                    left -= more
+                if not left:
+                    yield _prefill(self._requests(lengths))
 
     def _decode(self, size: int, params: SamplingParams) -> Iterator[SchedulerOutput]:
         """Yield steps in which ``size`` requests are prefilled, and steps in which they decode."""
@@ -196,6 +222,9 @@ class WarmUp:
             yield (nodes,) * size
         if size > 1:
             yield tuple(1 if number % 2 else whole for number in range(size))
+        if size > 3 and self._steps.runner.forms is not None:
+            yield tuple(whole if number % 4 == 0 else 1 for number in range(size))
+            yield tuple(1 if number % 4 == 0 else whole for number in range(size))
 
     def _requests(
         self, lengths: Sequence[int], params: SamplingParams = _GREEDY

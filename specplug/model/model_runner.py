@@ -15,6 +15,7 @@ from specplug.model.hidden_states import Point
 from specplug.model.layer_range import wanted_draft
 from specplug.model.padded_rows import GivenParts, cut_rows, size_of
 from specplug.model.pass_form import PassForm, PassSize
+from specplug.model.recorded_forms import RecordedForms
 from specplug.model.target import PassOutput, Target
 from specplug.speculative.buckets import batch_bucket
 from specplug.speculative.draft import Draft
@@ -29,7 +30,7 @@ Result = TypeVar("Result")
 _LOGITS = "logits"
 _DENSE_ROWS = 16
 """A product of fewer rows costs as much: drafts of differing widths are not packed then."""
-_MOST_FORMS = 96
+_MOST_FORMS = 160
 """The most forms of padded passes that are recorded."""
 
 
@@ -61,14 +62,16 @@ class ModelRunner:
         target: as given.
         verify_passes: by the kinds of points that they keep, the passes over nodes of equal widths
             that are recorded; none if nothing is.
-        padded_pass: every other pass, padded to a form and recorded when the form comes for the
-            second time; None: they run as they are.
+        padded_pass: every other pass, padded to a form and recorded when it is padded to that for
+            the second time; None: they run as they are.
+        forms: of these passes.
     """
 
     def __init__(self, target: Target) -> None:
         self.target = target
         self.verify_passes: dict[frozenset[str], GraphRunner] = {}
         self.padded_pass: GraphRunner | None = None
+        self.forms: RecordedForms | None = None
         self._ranks = target.ranks
         self._verified: GraphRunner | None = None
         self._buffers: dict[Hashable, Tensor] = {}
@@ -95,6 +98,7 @@ class ModelRunner:
             warms_up=False,
             waits=self._ranks is not None,
         )
+        self.forms = RecordedForms(self.padded_pass)
 
     @property
     def recorders(self) -> list[GraphRunner]:
@@ -205,7 +209,7 @@ class ModelRunner:
         for each in self.recorders:
             each.close()
         self.verify_passes.clear()
-        self._verified = self.padded_pass = None
+        self._verified = self.padded_pass = self.forms = None
         self._buffers.clear()
         self.target.close()
 
@@ -214,14 +218,13 @@ class ModelRunner:
     ) -> PassForm | None:
         """Return the form that a pass is padded to, agreed with the other ranks; None: it is not
         padded."""
-        padded, kinds = self.padded_pass, frozenset(point.kind for point in points)
+        kinds = frozenset(point.kind for point in points)
         if self._ranks is not None:
             return self._agree(self._ranks, size_of(prefill, decode, kinds))
         is_dense = prefill is None and decode is not None and _is_dense(decode.plan)
-        if padded is None or is_dense:
+        if self.forms is None or is_dense:
             return None
-        form = PassForm.of([size_of(prefill, decode, kinds)])
-        return form if form is not None and padded.takes(form) else None
+        return self.forms.of([size_of(prefill, decode, kinds)])
 
     def _agree(self, ranks: RankGroup, size: PassSize) -> PassForm | None:
         """Agree with the other ranks on the form of a pass. All know the same passes of the same
@@ -233,15 +236,14 @@ class ModelRunner:
         while (drafting := wanted_draft(wishes)) is not None:
             self.target.draft_ranges[drafting].take_part(rows)
             wishes = ranks.agree(rows, wish)
-        if padded is None or not wish:
+        if padded is None or self.forms is None or not wish:
             return None
         if not all(wishes):
             padded.recorder.give_up(f"rank {wishes.index('')} does not record its passes")
             return None
-        form = PassForm.of([PassSize.from_text(each) for each in wishes])
-        if form is None or not padded.takes(form):
-            return None
-        ranks.pad(form.rows)
+        form = self.forms.of([PassSize.from_text(each) for each in wishes])
+        if form is not None:
+            ranks.pad(form.rows)
         return form
 
     def _verify_pass(self, kinds: frozenset[str]) -> GraphRunner:

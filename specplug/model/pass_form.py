@@ -9,7 +9,13 @@ from typing import Self
 
 import attrs
 
-from specplug.speculative.buckets import MOST_ROWS, batch_bucket, row_bucket, width_bucket
+from specplug.speculative.buckets import (
+    MOST_IN_PARTS,
+    MOST_ROWS,
+    batch_bucket,
+    row_bucket,
+    width_bucket,
+)
 
 
 @attrs.frozen
@@ -84,9 +90,21 @@ class PartForm:
             return None
         rows = row_bucket(rows)
         width = width_bucket(max(size.width for size in sizes))
-        least = int(width > 1)  # or full rows would be a form of their own
-        bs = max(size.bs + max(least, -((size.rows - rows) // width)) for size in sizes)
+        bs = max(_requests(size, rows, width) for size in sizes)
         return cls(batch_bucket(bs), rows, width, any(size.masked for size in sizes))
+
+    def holds(self, sizes: Sequence[PartSize]) -> bool:
+        """Return whether it has room for any of ``sizes`` and is read by the same kernels as their
+        own form."""
+        own = PartForm.of(sizes)
+        return (
+            own is not None
+            and own.masked == self.masked
+            and own.rows <= self.rows
+            and own.width <= self.width
+            and (own.width > MOST_IN_PARTS) == (self.width > MOST_IN_PARTS)
+            and all(_requests(size, self.rows, self.width) <= self.bs for size in sizes)
+        )
 
     def places(self, widths: Sequence[int]) -> tuple[array[int], array[int]]:
         """Return ``flat_index`` [R] and ``padded_rows`` [B * Q] of a ``Padding``, int64, for real
@@ -105,6 +123,12 @@ class PartForm:
         padding = self.rows - sum(widths)
         before = range(0, (self.bs - len(widths)) * self.width, self.width)
         return (*widths, *(min(max(padding - rows, 0), self.width) for rows in before))
+
+
+def _requests(size: PartSize, rows: int, width: int) -> int:
+    """Return how many requests a part has that is padded to so many rows."""
+    least = int(width > 1)  # or full rows would be a form of their own
+    return size.bs + max(least, -((size.rows - rows) // width))
 
 
 @attrs.frozen
@@ -131,6 +155,20 @@ class PassForm:
         form = cls(PartForm.of(prefills), PartForm.of(decodes), kinds)
         return form if form.parts else None
 
+    def holds(self, sizes: Sequence[PassSize]) -> bool:
+        """Return whether it has room for each of these passes, too, keeps the same points and is
+        read by the same kernels as their own form."""
+        if self.kinds != frozenset(kind for size in sizes for kind in size.kinds):
+            return False
+        for form, parts in (
+            (self.prefill, [size.prefill for size in sizes]),
+            (self.decode, [size.decode for size in sizes]),
+        ):
+            is_there = any(part.rows for part in parts)
+            if is_there != (form is not None) or (form is not None and not form.holds(parts)):
+                return False
+        return True
+
     @property
     def parts(self) -> tuple[PartForm, ...]:
         """Those that are there, in the order of their rows."""
@@ -140,3 +178,8 @@ class PassForm:
     def rows(self) -> int:
         """Of all parts together."""
         return sum(part.rows for part in self.parts)
+
+    @property
+    def places(self) -> int:
+        """Of rows, in the requests of all parts together."""
+        return sum(part.bs * part.width for part in self.parts)

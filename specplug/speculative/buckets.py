@@ -10,6 +10,9 @@ MOST_ROWS = 512
 """Rows of the largest pass whose rows are padded, the default of ``chunked_prefill_size``. A larger
 one keeps a GPU busy for longer than the host takes to launch its kernels one by one."""
 
+MOST_IN_PARTS = 32
+"""Rows of a request up to which kernels read its keys in parts; those of more in tiles."""
+
 _MOST_PRODUCT_ROWS = 2048
 """Rows of a draft's product from which on they are not padded: they keep a GPU busy for long."""
 
@@ -51,6 +54,6 @@ def product_rows(rows: int) -> int:
 
 
 def width_bucket(width: int) -> int:
-    """Return the rows of a request that so many are padded to: a power of two, because kernels read
-    32 and less in parts, and more in tiles."""
+    """Return the rows of a request that so many are padded to: a power of two, so that they are
+    read as they are without padding, in parts or in tiles (``MOST_IN_PARTS``)."""
     return 1 << (width - 1).bit_length()

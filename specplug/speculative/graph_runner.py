@@ -117,6 +117,7 @@ class GraphRunner(PassRunner):
 
     Attributes:
         pad, recorder: as given.
+        recorded: the buckets that are.
     """
 
     recorder: GraphRecorder
@@ -139,8 +140,14 @@ class GraphRunner(PassRunner):
         self._warms_up = warms_up
         self._waits = waits
         self._has_epilogue = has_epilogue
+        self.recorded: list[Hashable] = []
         self._known: dict[Hashable, _Bucket] = {}
         self._last: _Bucket | None = None
+
+    def is_recorded(self, bucket: Hashable) -> bool:
+        """Return whether passes of this bucket are replayed."""
+        known = self._known.get(bucket)
+        return known is not None and known.recorded is not None
 
     def takes(self, bucket: Hashable) -> bool:
         """Return whether passes of this bucket are padded: none is where recording has failed."""
@@ -187,6 +194,7 @@ class GraphRunner(PassRunner):
         bucket.recorded = self.recorder.record(run, warms_up=self._warms_up)
         if bucket.recorded is not None:
             self.num_recordings += 1
+            self.recorded.append(given.bucket)
             bucket.arguments = arguments if self._has_epilogue else ()
         return bucket.recorded
 
@@ -229,6 +237,7 @@ class GraphRunner(PassRunner):
         """Free the recordings and their inputs too."""
         self.recorder.close()
         self._known.clear()
+        self.recorded.clear()
         self._last = None
         del self.pad
         super().close()

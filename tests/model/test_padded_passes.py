@@ -14,6 +14,7 @@ from runs_again import RunsAgain
 from torch import Tensor
 
 from specplug import LLM, SamplingParams
+from specplug.engine.warm_up import WarmUp
 from specplug.kernels import paged_attention_kernels as kernels
 from specplug.kernels.attention_form import AttentionForm
 from specplug.kernels.paged_attention_kernels import PagedAttention
@@ -26,6 +27,7 @@ from specplug.speculative.graph_recorder import GraphRecorder
 from specplug.speculative.graph_runner import GraphRunner
 from specplug.speculative.padding import Padding
 from specplug.speculative.paged_plan import JoinedPlan, PagedKVCache, PagedPlan, RequestSlots
+from specplug.speculative.planned_drafts import warm_drafters
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -323,3 +325,33 @@ def test_warm_up_records_the_forms_of_prompts(tiny_model: Path) -> None:
         assert recorded >= len(row_buckets(64))
         llm.generate([[7] * 50], SamplingParams(max_tokens=2))
         assert llm.engine.steps.runner.padded_pass.num_recordings == recorded
+
+
+def test_chunks_and_drafts_of_any_widths_are_replayed_after_a_warm_up(tiny_model: Path) -> None:
+    """Each of their forms seldom comes: those of the warm-up stand in for it."""
+    recorder, limits = RunsAgain(), {"max_running_requests": 8, "chunked_prefill_size": 128}
+    pattern = [[7 + i, 3, 9 + i, 4] * 9 for i in range(8)]
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    with LLM(
+        tiny_model, device="cpu", dtype="float64", speculative_algorithm="NGRAM", **limits
+    ) as llm:
+        expected = [output.token_ids for output in llm.generate(pattern, params)]
+    with LLM(
+        tiny_model, device="cpu", dtype="float64", speculative_algorithm="NGRAM", **limits
+    ) as llm:
+        core, runner = llm.engine, llm.engine.steps.runner
+        runner.pad_passes(recorder)
+        drafters = warm_drafters(core.runtime, plans=False, has_draft_cache=False)
+        warm_up = WarmUp(
+            core.steps, core.hooks, core.scheduler.config, decodes=True, drafters=drafters,
+            ranks=None,
+        )  # fmt: skip
+        warm_up.run(lambda done, of: None)
+        assert runner.forms.stands_in
+        recorded, cold = recorder.recorded, runner.padded_pass.num_cold
+        outputs = llm.generate(pattern, params)
+        assert [output.token_ids for output in outputs] == expected
+        assert recorder.replayed > 8
+        llm.generate([each[: 5 + 3 * i] for i, each in enumerate(pattern)], params)
+        llm.check_pool()
+        assert (recorder.recorded, runner.padded_pass.num_cold) == (recorded, cold)

@@ -1,0 +1,61 @@
+"""Which form a pass is padded to: its own or, as long as that seldom comes, a larger recorded one.
+
+The first pass of a form runs kernel by kernel, the second is recorded: with a large model the two
+take as long as ten passes, while some more rows take it a tenth longer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from specplug.model.pass_form import PassForm, PassSize
+from specplug.speculative.graph_runner import GraphRunner
+
+_SELDOM = 8
+"""Passes of a form that are padded to another one, before it is recorded."""
+_MORE_ROWS = 2.0
+"""How many times as many rows that one has at most."""
+_CHEAP_ROWS = 64
+"""Rows that it may have in any case: a pass of fewer takes as long."""
+
+
+class RecordedForms:
+    """The forms of a pass. It chooses by what it was asked before and by what is recorded, so ranks
+    that ask for the same passes choose the same.
+
+    Args:
+        runner: of the pass, whose buckets are forms.
+
+    Attributes:
+        stands_in: whether others stand in for forms; not where these are to be recorded, before the
+            first request.
+    """
+
+    def __init__(self, runner: GraphRunner) -> None:
+        self.stands_in = True
+        self._runner = runner
+        self._asked = Counter[PassForm]()
+
+    def of(self, sizes: Sequence[PassSize]) -> PassForm | None:
+        """Return the form that has room for each of these passes; None: they are not padded."""
+        own = PassForm.of(sizes)
+        if own is None or self._runner.recorder.failure is not None:
+            return None
+        is_taken = self._runner.takes(own)
+        if self._runner.is_recorded(own) or not self.stands_in:
+            return own if is_taken else None
+        self._asked[own] += 1
+        if is_taken and self._asked[own] > _SELDOM:
+            return own
+        return self._larger(own, sizes) or (own if is_taken else None)
+
+    def _larger(self, own: PassForm, sizes: Sequence[PassSize]) -> PassForm | None:
+        """Return the smallest recorded form that has room for these passes, too."""
+        most = max(_MORE_ROWS * own.rows, _CHEAP_ROWS)
+        found = (
+            form
+            for form in self._runner.recorded
+            if isinstance(form, PassForm) and form.rows <= most and form.holds(sizes)
+        )
+        return min(found, key=lambda form: (form.rows, form.places), default=None)

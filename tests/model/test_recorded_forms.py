@@ -1,0 +1,138 @@
+"""A form that seldom comes is padded to a recorded one that has room, and is recorded if it often
+comes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specplug.model.pass_form import PartForm, PartSize, PassForm, PassSize
+from specplug.model.recorded_forms import RecordedForms
+from specplug.speculative.buckets import MOST_IN_PARTS
+
+WIDTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)
+
+
+def size_of(*widths: int, masked: bool = False) -> PartSize:
+    return PartSize(len(widths), sum(widths), max(widths), masked)
+
+
+@attrs.define
+class Runner:
+    """Records a bucket in its second pass.
+
+    Attributes:
+        failure: why nothing is recorded any more.
+        most: buckets at most.
+    """
+
+    failure: str | None = None
+    most: int = 100
+    passes: dict[PassForm, int] = attrs.Factory(dict)
+
+    @property
+    def recorder(self) -> Runner:
+        return self
+
+    @property
+    def recorded(self) -> list[PassForm]:
+        return [form for form, times in self.passes.items() if times > 1]
+
+    def is_recorded(self, form: PassForm) -> bool:
+        return form in self.recorded
+
+    def takes(self, form: PassForm) -> bool:
+        return self.failure is None and (form in self.passes or len(self.passes) < self.most)
+
+    def run(self, form: PassForm | None, times: int = 1) -> None:
+        if form is not None:
+            self.passes[form] = self.passes.get(form, 0) + times
+
+
+def own(size: PassSize) -> PassForm:
+    form = PassForm.of([size])
+    assert form is not None
+    return form
+
+
+def forms_of(runner: Any) -> RecordedForms:
+    return RecordedForms(runner)
+
+
+LARGE = PassSize(decode=size_of(*(7,) * 48))
+SMALL = PassSize(decode=size_of(*(5,) * 39))
+
+
+def test_recorded_form_stands_in_until_its_own_has_often_come() -> None:
+    runner = Runner()
+    forms = forms_of(runner)
+    runner.run(own(LARGE), 2)
+    asked = []
+    for _ in range(12):
+        asked.append(forms.of([SMALL]))
+        runner.run(asked[-1])
+    assert asked == [own(LARGE)] * 8 + [own(SMALL)] * 4
+    assert runner.is_recorded(own(SMALL))
+    assert forms.of([LARGE]) == own(LARGE)
+
+
+def test_form_is_its_own_where_no_recorded_one_has_room() -> None:
+    runner = Runner()
+    forms = forms_of(runner)
+    assert forms.of([SMALL]) == own(SMALL)
+    runner.run(own(SMALL), 2)
+    for size in (
+        LARGE,  # more rows
+        PassSize(decode=size_of(*(1,) * 60)),  # more requests
+        PassSize(decode=size_of(30, 1)),  # wider
+        PassSize(decode=size_of(4, 3, masked=True)),
+        PassSize(prefill=size_of(5, 4)),
+        PassSize(prefill=size_of(5, 4), decode=size_of(5, 4)),
+        PassSize(decode=size_of(*(5,) * 39), kinds=frozenset({"hidden"})),
+    ):
+        assert forms.of([size]) == own(size)
+
+
+def test_far_larger_form_does_not_stand_in() -> None:
+    runner = Runner()
+    forms = forms_of(runner)
+    runner.run(own(LARGE), 2)
+    assert forms.of([PassSize(decode=size_of(*(3,) * 30))]) != own(LARGE)  # 96 rows, of 384
+    wide = own(PassSize(prefill=size_of(40, 20)))
+    runner.run(wide, 2)
+    few = PassSize(prefill=size_of(33, 1))
+    assert forms.of([few]) == wide  # of so few rows none takes longer
+
+
+def test_forms_are_their_own_while_they_are_to_be_recorded() -> None:
+    runner = Runner()
+    forms = forms_of(runner)
+    runner.run(own(LARGE), 2)
+    forms.stands_in = False
+    assert forms.of([SMALL]) == own(SMALL)
+
+
+def test_recorded_form_stands_in_where_no_more_are_recorded() -> None:
+    runner = Runner(most=1)
+    forms = forms_of(runner)
+    runner.run(own(LARGE), 2)
+    assert {forms.of([SMALL]) for _ in range(40)} == {own(LARGE)}
+    assert forms.of([PassSize(decode=size_of(30, 1))]) is None
+    runner.failure = "no memory"
+    assert forms.of([SMALL]) is forms.of([LARGE]) is None
+
+
+@given(WIDTHS, WIDTHS)
+def test_form_has_a_place_for_each_row_that_it_holds(one: list[int], two: list[int]) -> None:
+    form = PartForm.of([size_of(*one)])
+    assert form is not None
+    assert form.holds([size_of(*one)])
+    if form.holds([size_of(*two)]):
+        flat_index, _ = form.places(two)
+        assert len(flat_index) == len(set(flat_index)) == form.rows
+        assert max(flat_index) < form.bs * form.width
+        assert sum(form.widths(two)) == form.rows
+        assert (max(two) > MOST_IN_PARTS) == (form.width > MOST_IN_PARTS)
