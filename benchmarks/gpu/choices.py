@@ -38,6 +38,8 @@ ASKED_BAR = 0.98
 """The least that several algorithms may give, as a share of plain decoding, where no request wants
 drafts."""
 CONTEXT, TOKENS = 256, 96
+_SCATTER = 37
+"""A prime, so that outputs have all lengths in turn."""
 REQUESTS = 2
 """How many come for each place of a batch."""
 BATCHES = 1, 16, 64
@@ -102,11 +104,13 @@ class Task:
         prompt: its tokens.
         tenant: whose texts NGRAM keeps and finds again; None: nobody's.
         share: how many of EAGLE-3's tokens are right.
+        tokens: of its output.
     """
 
     prompt: list[int]
     tenant: str | None
     share: float
+    tokens: int
 
 
 @attrs.frozen(kw_only=True)
@@ -154,19 +158,16 @@ class Steps:
         return seconds, sum(sum(report.kept) for report in window), drafters
 
 
-def complete(
-    engine: Engine, batch: int, tasks: Sequence[Task], wish: str | int | None, tokens: int
-) -> Round:
+def complete(engine: Engine, batch: int, tasks: Sequence[Task], wish: str | int | None) -> Round:
     """Complete all tasks, ``batch`` of them at a time.
 
     Args:
         wish: what all requests ask for as their algorithm, or as the most tokens of a draft; None:
             nothing.
-        tokens: of each output.
     """
     params = [
         SamplingParams(
-            max_tokens=tokens,
+            max_tokens=task.tokens,
             temperature=0,
             ignore_eos=True,
             speculative_algorithm=wish if isinstance(wish, str) else None,
@@ -200,8 +201,9 @@ def _recorded(engine: Engine) -> int:
     return engine.llm.run.graphs.recordings[0]
 
 
-def tasks_of(workload: str, prompts: Sequence[list[int]]) -> list[Task]:
-    """Return the tasks of a workload, each of another prompt."""
+def tasks_of(workload: str, prompts: Sequence[list[int]], tokens: int) -> list[Task]:
+    """Return the tasks of a workload, each of another prompt, with outputs of half as many to
+    ``tokens`` tokens: so requests end one by one, as they do on a server, however they decode."""
     shares = {"noise": 0.02}
     tenants = {"copied": "", "parts": PARTLY}
     kinds = islice(cycle(WORKLOADS[workload]), len(prompts))
@@ -210,6 +212,7 @@ def tasks_of(workload: str, prompts: Sequence[list[int]]) -> list[Task]:
             prompt=prompt,
             tenant=f"{tenants[kind]}{number}" if kind in tenants else None,
             share=shares.get(kind, share_of(LENGTH, STEPS)),
+            tokens=tokens - number * _SCATTER % (tokens // 2),
         )
         for number, (prompt, kind) in enumerate(zip(prompts, kinds, strict=True))
     ]
@@ -250,12 +253,12 @@ def measure_choices(arguments: argparse.Namespace, base: Path, results: Results)
         for batch in arguments.batches:
             prompts = Point(REQUESTS * batch, context).prompts(SHAPES[base.name]["vocab_size"])
             for workload in arguments.workloads:
-                tasks = tasks_of(workload, prompts)
-                truth = complete(engines["plain"], batch, tasks, None, tokens).outputs
+                tasks = tasks_of(workload, prompts, tokens)
+                truth = complete(engines["plain"], batch, tasks, None).outputs
                 texts = {tuple(p): t for p, t in zip(prompts, truth, strict=True)}
                 for each in known:
                     each.know(texts, [task.share for task in tasks])
-                ways = _ways(engines, batch, tasks, tokens)
+                ways = _ways(engines, batch, tasks)
                 before = _warm(ways)
                 found = _measure(ways, arguments.rounds, clock)
                 _tell(found, truth, before, results, shape=base.name, workload=workload,
@@ -263,7 +266,7 @@ def measure_choices(arguments: argparse.Namespace, base: Path, results: Results)
 
 
 def _ways(
-    engines: Mapping[str, Engine], batch: int, tasks: Sequence[Task], tokens: int
+    engines: Mapping[str, Engine], batch: int, tasks: Sequence[Task]
 ) -> dict[str, Callable[[], Round]]:
     """Return what is timed, by name: EAGLE-3 alone at several depths."""
     wishes: dict[str, tuple[str, str | int | None]] = {name: (name, None) for name in engines}
@@ -272,7 +275,7 @@ def _ways(
         del wishes["eagle3"]
         wishes |= {f"eagle3 {depth}": ("eagle3", depth) for depth in DEPTHS}
     return {
-        way: partial(complete, engines[name], batch, tasks, wish, tokens)
+        way: partial(complete, engines[name], batch, tasks, wish)
         for way, (name, wish) in wishes.items()
     }
 

@@ -232,7 +232,8 @@ class KnownNgram(Ngram):
         draft = super().propose(runtime, batch, draft_input)
         self._on_device = self._on_device.to(batch.seq_lens.device)
         order = torch.arange(1, draft.width, device=batch.seq_lens.device)
-        draft.tokens[:, 1:] ^= self._on_device[batch.seq_lens.unsqueeze(1) + order]
+        nodes = draft.tokens[:, 1:]
+        nodes ^= self._on_device[_place(batch.seq_lens.unsqueeze(1) + order, nodes)]
         return draft
 
     @hookimpl
@@ -243,8 +244,15 @@ class KnownNgram(Ngram):
         if foreseen is not None:
             first = torch.tensor(foreseen.known).unsqueeze(1)
             order = torch.arange(foreseen.tokens.shape[1])
-            foreseen.tokens.bitwise_xor_(self._wrong[first + order])
+            place = _place(first + order, foreseen.tokens)
+            foreseen.tokens.bitwise_xor_(self._wrong[place])
         return foreseen
+
+
+def _place(positions: Tensor, tokens: Tensor) -> Tensor:
+    """Return where it is drawn whether tokens at these positions are left as they are: for each
+    text elsewhere."""
+    return (positions + 31 * tokens) % _POSITIONS
 
 
 def _copied_after(request: Any) -> int:
