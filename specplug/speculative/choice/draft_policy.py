@@ -91,7 +91,8 @@ class DraftPolicy:
         algorithms = costs.algorithms
         self.costs = costs
         self.acceptance = Acceptance(algorithms, depth)
-        self._planned = np.zeros(0, dtype=np.int64)  # the rows of the last plan
+        self._ids: tuple[str, ...] = ()  # of the last step, and their rows
+        self._planned = np.zeros(0, dtype=np.int64)
         self._trials = Trials()
         self._was_best = False  # whether the last plan was no trial
         self._catch_ups = CatchUps(algorithms)
@@ -136,16 +137,24 @@ class DraftPolicy:
         if is_best and self._was_best and len(rows) > 1:  # a trial ends anyway
             self._catch_ups.follow(rows, plan.who)
         self._was_best = is_best
-        self._planned = rows
+        self._ids, self._planned = tuple(request_ids), rows
         self._catch_ups.feed(rows, plan.who, self._step)
         return plan
 
-    def keep(self, plan: Plan) -> None:
-        """Count a step that keeps to the plan of the one before it, the best one."""
+    def keep(self, request_ids: Sequence[str], plan: Plan, who: Sequence[int]) -> None:
+        """Count a step that keeps to the plan of one before it, the best one.
+
+        Args:
+            request_ids: of its n requests.
+            who: [n] what drafts for each, -1: nothing.
+        """
         self._step += 1
-        if len(self._planned) > 1:
-            self._catch_ups.follow(self._planned, plan.who)
-        self._catch_ups.feed(self._planned, plan.who, self._step)
+        if tuple(request_ids) != self._ids:
+            self._ids, self._planned = tuple(request_ids), self._rows_of(request_ids)
+        of_step = np.array(who)
+        if len(of_step) > 1:
+            self._catch_ups.follow(self._planned, of_step)
+        self._catch_ups.feed(self._planned, of_step, self._step)
         self._earned(plan)
 
     def _plan_many(

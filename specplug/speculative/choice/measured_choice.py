@@ -3,7 +3,7 @@ extension. It hears of each step by ``on_step``."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
@@ -33,11 +33,13 @@ _ON_DEVICE = "propose", "target", "verify", "extend", "receive"
 
 
 _KEPT, _FOR_ONE = 3, 16
-"""Steps that keep to the plan of the one before them at most, where the requests are the same, and
-for how many of these there is one: a plan takes longer the more there are, and a device may wait
-for the host then."""
+"""Steps that keep to the plan of the one before them at most, where most of the requests are the
+same, and for how many of these there is one: a plan takes longer the more there are, and a device
+may wait for the host then."""
 _SEVERAL = 4
 """Requests from which on there is one at least."""
+_NEW_OF = 4
+"""Requests of which one may be new, or have gone."""
 _KEPT_OF_ONE = 3
 """The same where one request goes on to copy what is looked up."""
 _MOST_LAUNCHED = 8
@@ -117,14 +119,16 @@ class MeasuredChoice:
             self._launched.append(_Launched(_ids(batch), _context(batch)))
             size = choices.size
             return DraftPlan(who=(NOBODY,) * size, most_nodes=(1,) * size, reason=NO_ROOM)
-        if kept is None or kept.known or not kept.left or not kept.room.is_of(choices):
+        if kept is None or kept.known or not kept.left:
             return None
-        if kept.launched.request_ids != _ids(batch):
+        ids = _ids(batch)
+        told = kept.of_step(ids, choices)
+        if told is None:
             return None
         kept.left -= 1
-        policy.keep(kept.plan)
-        self._launched.append(attrs.evolve(kept.launched, context=_context(batch)))
-        return kept.told
+        policy.keep(ids, kept.plan, told.who)
+        self._launched.append(_Launched(ids, _context(batch), kept.launched.known))
+        return told
 
     @hookimpl
     def plan_drafts(self, runtime: Runtime, batch: Batch, choices: DraftChoices) -> DraftPlan:
@@ -142,7 +146,7 @@ class MeasuredChoice:
         kept = self._kept
         if kept is not None and kept.is_of_one(ids, self._room, known):
             kept.left -= 1
-            policy.keep(kept.plan)
+            policy.keep(ids, kept.plan, kept.told.who)
             return kept.told
         plan = policy.plan(ids, self._room.depths, context, known)
         who, depths = _with_stand_by(plan, self._room.depths, known)
@@ -347,6 +351,21 @@ class _Kept:
     room: _Room
     left: int
     known: Mapping[int, Rows] = attrs.field(factory=dict)
+
+    def of_step(self, ids: tuple[str, ...], choices: DraftChoices) -> DraftPlan | None:
+        """Return the plan of a step, within what its requests allow; None: too many of them are
+        new, or have gone. For a new one it has what it has for most."""
+        if self.launched.request_ids == ids and self.room.is_of(choices):
+            return self.told
+        told = self.told
+        each = zip(told.who, told.most_nodes, strict=True)
+        planned = dict(zip(self.launched.request_ids, each, strict=True))
+        left = sum([name in planned for name in ids])
+        if max(len(ids), len(planned)) - left > len(planned) // _NEW_OF:
+            return None
+        usual = Counter(planned.values()).most_common(1)[0][0]
+        who, nodes = zip(*(planned.get(name, usual) for name in ids), strict=True)
+        return choices.bound(DraftPlan(who=who, most_nodes=nodes, reason=told.reason))
 
     def is_of_one(self, ids: tuple[str, ...], room: _Room, known: Mapping[int, Rows]) -> bool:
         """Return whether this is the plan of a step of one request, too."""

@@ -158,11 +158,41 @@ def test_plan_of_several_requests_is_kept_for_some_steps() -> None:
         names = [str(place) for place in range(size)]
         plan = planned_of_two(choice, (8,) * size)
         assert [kept(choice, names, 8) for _ in range(steps + 1)] == [plan] * steps + [None]
-    for names, most in (("0123", 8), ("01235", 8), ("01234", 7)):  # another step is planned anew
-        planned_of_two(choice, (8,) * 5)
-        assert kept(choice, names, most) is None
     planned_of_two(choice, (8,) * 3)
     assert kept(choice, "012", 8) is None  # a plan of few takes little
+
+
+@pytest.mark.parametrize(
+    ("names", "most", "nodes"),
+    [
+        ("0123", 8, 8),
+        ("01235", 8, 8),
+        ("1234", 8, 8),
+        ("01234", 7, 7),
+        ("00567", 8, 0),
+        ("012", 8, 0),
+    ],
+)
+def test_kept_plan_is_that_of_most_requests(names: str, most: int, nodes: int) -> None:
+    """Some of them end and new ones come at nearly each step of a server."""
+    choice = MeasuredChoice(deterministic=True)
+    planned_of_two(choice, (8,) * 5)
+    plan = kept(choice, names, most)
+    assert (plan is not None) == (nodes > 0)
+    if plan is not None:
+        assert plan.who == (1,) * len(names)
+        assert plan.most_nodes == (nodes,) * len(names)
+        assert kept(choice, "01234", 8) is None  # for one step
+
+
+def test_kept_plan_is_within_what_new_requests_allow() -> None:
+    choice = MeasuredChoice(deterministic=True)
+    planned_of_two(choice, (8,) * 5)
+    wishes = [DraftWish(), *[DraftWish(algorithm="NONE")] * 2, *[DraftWish(max_draft_tokens=2)] * 2]
+    plan = kept(choice, "01239", 8, *wishes)
+    assert plan is not None
+    assert plan.who == (1, -1, -1, 1, 1)
+    assert plan.most_nodes == (8, 1, 1, 3, 3)
 
 
 def test_plan_of_a_text_that_is_copied_on_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
