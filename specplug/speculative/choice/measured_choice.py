@@ -32,12 +32,13 @@ _ON_DEVICE = "propose", "target", "verify", "extend", "receive"
 """Parts of ``StepReport.seconds`` that a device with a clock of its own takes."""
 
 
-_KEPT, _FOR_ONE = 3, 16
+_KEPT = 3
 """Steps that keep to the plan of the one before them at most, where most of the requests are the
-same, and for how many of these there is one: a plan takes longer the more there are, and a device
-may wait for the host then."""
+same and at least ``_SEVERAL``: a device may wait for the host while that plans."""
 _SEVERAL = 4
-"""Requests from which on there is one at least."""
+_FOR_ONE = 16
+"""Requests for each of these steps, but for the first, where text is looked up: that changes in few
+steps, and what is gained by a plan is more the fewer there are."""
 _NEW_OF = 4
 """Requests of which one may be new, or have gone."""
 _KEPT_OF_ONE = 3
@@ -159,10 +160,11 @@ class MeasuredChoice:
         )
         self._kept = None
         if len(ids) >= _SEVERAL and plan.reason in (BEST, NOTHING_PAYS):
-            left = min(_KEPT, max(1, len(ids) // _FOR_ONE))
+            is_told = any(np.any(np.asarray(rows)[:, 0]) for rows in known.values())
+            left = max(1, min(_KEPT, len(ids) // _FOR_ONE)) if is_told else _KEPT
             self._kept = _Kept(plan, told, launched, self._room, left)
         elif len(ids) == 1 and plan.reason == BEST and told.who[0] in known:
-            self._kept = _Kept(plan, told, launched, self._room, _KEPT_OF_ONE, known)
+            self._kept = _Kept(plan, told, launched, self._room, _KEPT, known)
         return told
 
     @hookimpl

@@ -152,11 +152,10 @@ def kept(
 
 
 def test_plan_of_several_requests_is_kept_for_some_steps() -> None:
-    choice = MeasuredChoice(deterministic=True)
-    assert kept(choice, "01234", 8) is None
-    for size, steps in ((5, 1), (16, 1), (36, 2), (64, 3), (128, 3)):
-        names = [str(place) for place in range(size)]
-        plan = planned_of_two(choice, (8,) * size)
+    assert kept(MeasuredChoice(deterministic=True), "01234", 8) is None
+    for size, told, steps in ((5, True, 1), (36, True, 2), (128, True, 3), (5, False, 3)):
+        names, choice = [str(place) for place in range(size)], MeasuredChoice(deterministic=True)
+        plan = planned_of_two(choice, (8,) * size, nothing=() if told else range(size))
         assert [kept(choice, names, 8) for _ in range(steps + 1)] == [plan] * steps + [None]
     planned_of_two(choice, (8,) * 3)
     assert kept(choice, "012", 8) is None  # a plan of few takes little
