@@ -352,8 +352,11 @@ def _serve(loaded: Loaded, caches: _Caches, startup: Startup, opened: ExitStack)
                     caches.runtime, plans=hooks.plans_drafts, has_draft_cache=kv.has_draft_cache
                 ),
                 ranks=loaded.ranks,
+                times=loaded.choice is not None,
             )
             warm_up.run(startup.advance)
+        if loaded.choice is not None and warm_up.timed:
+            loaded.choice.probe(caches.runtime, drafters, warm_up.timed)
     prefill_loop = None
     if config.disaggregation == "prefill":
         identity = identity_of(target, specs, config.page_size)

@@ -19,7 +19,7 @@ from specplug.engine.step_values import Decode, Prefill, PrefillChunk, Scheduler
 from specplug.sampling_params import SamplingParams
 from specplug.speculative.buckets import MOST_IN_PARTS, MOST_ROWS, batch_sizes, row_buckets
 from specplug.speculative.hook_calls import HookCalls
-from specplug.speculative.planned_drafts import WarmDrafter
+from specplug.speculative.planned_drafts import TimedStep, WarmDrafter
 
 _LONGEST_PROMPT = 2048
 """Prompt tokens from which on no kernel is compiled anew for more."""
@@ -57,6 +57,10 @@ class WarmUp:
         drafters: the choices that the run may make of who drafts.
         ranks: that step together with this one; None: it is alone. They may take more or fewer
             steps: a rank that is done takes part in the others'.
+        times: whether to time decode steps, once all is recorded.
+
+    Attributes:
+        timed: these steps.
     """
 
     def __init__(
@@ -68,13 +72,16 @@ class WarmUp:
         decodes: bool,
         drafters: Sequence[WarmDrafter],
         ranks: RankGroup | None,
+        times: bool = False,
     ) -> None:
+        self.timed: list[TimedStep] = []
         self._steps = steps
         self._watch = HookWatch(hooks)
         self._limits = limits
         self._decodes = decodes
         self._drafters = drafters
         self._ranks = ranks
+        self._times = times and decodes and ranks is None
         most = min(
             limits.chunked_prefill_size or _LONGEST_PROMPT,
             _LONGEST_PROMPT,
@@ -96,13 +103,18 @@ class WarmUp:
         # A padded pass is recorded when its form comes for the second time.
         times = 1 if forms is None else 2
         steps = [step for step in self.steps() for _ in range(times)]
+        to_time = [*self._to_time()] if self._times else []
+        of = len(steps) + len(to_time)
         if forms is not None:
             forms.stands_in = False
         self._steps.kv.table.write(0, (), [0])  # the padding page, which the first step enters
         for done, step in enumerate(steps):
-            advance(done, len(steps))
+            advance(done, of)
             self._run(step)
-        advance(len(steps), len(steps))
+        for done, (prefill, decode, drafter) in enumerate(to_time, len(steps)):
+            advance(done, of)
+            self._time(prefill, decode, drafter)
+        advance(of, of)
         if self._ranks is not None:
             self._ranks.finish(self._take_part)
         if forms is not None:
@@ -112,10 +124,33 @@ class WarmUp:
         self._steps.calibration.clear()
 
     def _run(self, step: SchedulerOutput) -> None:
-        for request in step.admitted:
-            self._steps.sampler.admit(request.req_index, request.params, request.seed)
+        self._admit(step)
         with self._stepping(), self._watch.step():
             self._steps.run(step).wait()
+
+    def _admit(self, step: SchedulerOutput) -> None:
+        for request in step.admitted:
+            self._steps.sampler.admit(request.req_index, request.params, request.seed)
+
+    def _time(
+        self, prefill: SchedulerOutput, decode: SchedulerOutput, drafter: WarmDrafter
+    ) -> None:
+        """Time a decode step that is launched while its requests' prefill runs."""
+        self._admit(prefill)
+        with self._stepping(), self._watch.step():
+            self._steps.run(prefill)
+            result = self._steps.run(decode)
+            result.wait()
+        assert result.decode is not None
+        widths = result.decode.widths
+        self.timed.append(
+            TimedStep(
+                size=len(widths),
+                drafter=drafter,
+                widths=widths,
+                seconds=result.clock.seconds(),
+            )
+        )
 
     def _take_part(self) -> None:
         """Run a step of another rank, or wait for a moment."""
@@ -180,6 +215,18 @@ class WarmUp:
                 # Prefilled each time anew, or they would grow by what a step accepts.
                 yield _prefill(requests)
                 yield _step(decode=self._decode_half(requests, rooms, drafter.who))
+
+    def _to_time(self) -> Iterator[tuple[SchedulerOutput, SchedulerOutput, WarmDrafter]]:
+        """Yield the steps to time: a prefill, and a step in which all requests have drafts of one
+        width. Not several algorithms at a time, and not all that one may have: by what these take
+        others are reckoned."""
+        for size in batch_sizes(self._limits.max_running_requests):
+            requests = self._requests([_PROMPT] * size)
+            for drafter in self._drafters:
+                for rooms in dict.fromkeys(self._rooms(size, drafter)):
+                    if len(set(rooms)) == 1:
+                        decode = self._decode_half(requests, rooms, drafter.who)
+                        yield _prefill(requests), _step(decode=decode), drafter
 
     def _mixed(self) -> Iterator[SchedulerOutput]:
         """Yield steps that decode at every batch size, and that a prompt fills."""

@@ -69,6 +69,24 @@ class WarmDrafter:
     is_ragged: bool = False
 
 
+@attrs.frozen(kw_only=True)
+class TimedStep:
+    """A decode step of the warm-up, run once more as later ones are: recorded, and launched while
+    the device is busy.
+
+    Attributes:
+        size: requests.
+        drafter: of all.
+        widths: nodes verified of each, the root included.
+        seconds: by part, as in ``StepReport``, without the host's.
+    """
+
+    size: int
+    drafter: WarmDrafter
+    widths: tuple[int, ...]
+    seconds: Mapping[str, float]
+
+
 def warm_drafters(runtime: Runtime, *, plans: bool, has_draft_cache: bool) -> list[WarmDrafter]:
     """Return the choices that a run may make for all requests of a step.
 

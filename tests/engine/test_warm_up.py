@@ -176,6 +176,23 @@ def test_warm_up_covers_depths_that_are_planned() -> None:
     assert depths.seen[False] <= depths.seen[True]
 
 
+def test_warm_up_tells_the_choice_what_steps_take() -> None:
+    given = {"max_running_requests": 4, "chunked_prefill_size": 16, "max_total_tokens": 1024}
+    settings = {**given, "device": "cpu", "warm_up": "on"}
+    with LLM(speculative_algorithm="NGRAM,EAGLE3", **settings) as llm:
+        costs = llm.run.choice.costs
+        assert costs.is_measured, "before the first request"
+        assert 0 < costs.curve(4, 0, 32)[4] < costs.curve(4, 0, 32)[32] < 1
+        assert costs.drafters[1][1] > 0, "of a depth of EAGLE3's"
+        assert costs.drafters[0][1] < costs.drafters[1][1], "NGRAM was not timed"
+        before = costs.plain_doubt(4, 0)
+        (output,) = llm.generate(["def "], SamplingParams(max_tokens=8))
+        assert len(output.token_ids) == 8
+        assert before < 0.1
+    with LLM(speculative_algorithm="NGRAM,EAGLE3", deterministic_drafts=True, **settings) as llm:
+        assert not llm.run.choice.costs.is_measured, "declared costs stay"
+
+
 def test_warm_up_covers_cuts_to_the_budget(tiny_model: Path) -> None:
     """Every draft has 4 nodes: from 2 requests on they are more than the budget."""
     plugin = Watched()

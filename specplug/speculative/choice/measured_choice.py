@@ -4,7 +4,7 @@ extension. It hears of each step by ``on_step``."""
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
@@ -21,6 +21,7 @@ from specplug.speculative.draft_plan import NOBODY, DraftChoices, DraftPlan, For
 
 if TYPE_CHECKING:
     from specplug.speculative.hook_order import Batch
+    from specplug.speculative.planned_drafts import TimedStep
     from specplug.speculative.report import RequestReport, StepReport
     from specplug.speculative.runtime import Runtime
 
@@ -102,6 +103,19 @@ class MeasuredChoice:
         self._ranks = RankCosts(policy.costs)
         return self._ranks
 
+    def probe(
+        self, runtime: Runtime, drafters: Mapping[str, int], steps: Sequence[TimedStep]
+    ) -> None:
+        """Begin a run with what steps of its warm-up took. Of what looks text up they say what
+        verification takes, not what looking up does: nothing was read yet.
+
+        Args:
+            drafters: as in ``share``.
+        """
+        text = {step.drafter.who or 0 for step in steps if step.drafter.is_ragged}
+        policy = self._start(runtime, tuple(drafters), tuple(drafters.values()), text)
+        policy.probe([_outcome_of(step) for step in steps])
+
     @property
     def costs(self) -> StepCosts | None:
         """Of a step, as learned so far; None before the first one."""
@@ -134,11 +148,11 @@ class MeasuredChoice:
     @hookimpl
     def plan_drafts(self, runtime: Runtime, batch: Batch, choices: DraftChoices) -> DraftPlan:
         """Return the plan of a step."""
+        foreseen = {a: each for a, each in enumerate(choices.foreseen) if each.is_told}
         policy = self._policy or self._start(
-            runtime, choices.names, choices.num_draft_tokens, choices.foreseen
+            runtime, choices.names, choices.num_draft_tokens, foreseen
         )
         ids, context = _ids(batch), _context(batch)
-        foreseen = {a: each for a, each in enumerate(choices.foreseen) if each.is_told}
         known = {a: self._foresee(a, each, batch) for a, each in foreseen.items()}
         if self._room is None or not self._room.is_of(choices):
             self._room = _Room.of(choices)
@@ -231,19 +245,18 @@ class MeasuredChoice:
         runtime: Runtime,
         names: tuple[str, ...],
         num_draft_tokens: tuple[int, ...],
-        foreseen: tuple[ForeseenDrafts, ...] = (),
+        text: Collection[int] = (),
     ) -> DraftPolicy:
-        """Return the policy of the run. What ``foreseen`` tells of is declared to cost what text
-        that is looked up does."""
+        """Return the policy of the run. Those of ``text`` are declared to cost what looking text up
+        does."""
         self._on_cpu = runtime.device.type == "cpu"
         self._names = names
         self._places = {name: place for place, name in enumerate(names)}
         self._foresights = [Foresight() for _ in names]
         declared = CPU_COSTS if self._on_cpu else GPU_COSTS
-        told = {a for a, each in enumerate(foreseen) if each.is_told}
         costs = StepCosts(
             len(names),
-            [declared.of_text() if a in told else declared for a in range(len(names))],
+            [declared.of_text() if a in text else declared for a in range(len(names))],
             padded=not self._on_cpu,
             is_fixed=self._deterministic,
         )
@@ -271,6 +284,24 @@ class MeasuredChoice:
         host = report.seconds.get("host", 0.0)
         # Beside a device the host works while that does.
         return device + host if self._on_cpu else max(device, host)
+
+
+def _outcome_of(step: TimedStep) -> StepOutcome:
+    """Return what a step of the warm-up says of costs."""
+    drafter, nodes = step.drafter, [width - 1 for width in step.widths]
+    seconds = dict(step.seconds)
+    drafts = not drafter.is_ragged and any(nodes)
+    draft_seconds = seconds.pop("propose", 0.0)
+    who = NOBODY if drafter.who == NOBODY or not drafts else drafter.who or 0
+    return StepOutcome(
+        request_ids=tuple(map(str, range(step.size))),
+        who=[who] * step.size,
+        asked=[0 if who == NOBODY else each for each in nodes],
+        nodes=nodes,
+        accepted=[0] * step.size,
+        seconds=sum(seconds.values()) + (draft_seconds if drafts else 0.0),
+        draft_seconds=draft_seconds if drafts else None,
+    )
 
 
 def _ids(batch: Batch) -> tuple[str, ...]:
