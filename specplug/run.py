@@ -342,21 +342,23 @@ def _serve(loaded: Loaded, caches: _Caches, startup: Startup, opened: ExitStack)
     )
     if loaded.features["warm_up"] == ON:
         decodes, hooks = config.disaggregation != "prefill", loaded.algorithm.hooks
+        warm = warm_drafters(
+            caches.runtime, plans=hooks.plans_drafts, has_draft_cache=kv.has_draft_cache
+        )
         with startup.part("warming up"):
             warm_up = WarmUp(
                 engine.steps,
                 hooks,
                 caches.limits,
                 decodes=decodes,
-                drafters=warm_drafters(
-                    caches.runtime, plans=hooks.plans_drafts, has_draft_cache=kv.has_draft_cache
-                ),
+                drafters=warm,
                 ranks=loaded.ranks,
                 times=loaded.choice is not None,
             )
             warm_up.run(startup.advance)
         if loaded.choice is not None and warm_up.timed:
-            loaded.choice.probe(caches.runtime, drafters, warm_up.timed)
+            text = [each.who or 0 for each in warm if each.is_ragged]
+            loaded.choice.probe(caches.runtime, drafters, text, warm_up.timed)
     prefill_loop = None
     if config.disaggregation == "prefill":
         identity = identity_of(target, specs, config.page_size)

@@ -27,6 +27,8 @@ _MOST_PROMPTS = 8
 """Prompts that fill a step together; more are rare."""
 _MANY_ROWS = 64, 128, 256, 512
 """Rows of the passes over chunks of many prompts that are recorded."""
+_AHEAD = 3
+"""Prefills that a device still runs while the host launches a step that is to be timed."""
 _PROMPT = 2
 """Prompt tokens of a request that is to decode."""
 _REST = 0.01
@@ -111,9 +113,9 @@ class WarmUp:
         for done, step in enumerate(steps):
             advance(done, of)
             self._run(step)
-        for done, (prefill, decode, drafter) in enumerate(to_time, len(steps)):
+        for done, (prefill, decode) in enumerate(to_time, len(steps)):
             advance(done, of)
-            self._time(prefill, decode, drafter)
+            self._time(prefill, decode)
         advance(of, of)
         if self._ranks is not None:
             self._ranks.finish(self._take_part)
@@ -132,25 +134,19 @@ class WarmUp:
         for request in step.admitted:
             self._steps.sampler.admit(request.req_index, request.params, request.seed)
 
-    def _time(
-        self, prefill: SchedulerOutput, decode: SchedulerOutput, drafter: WarmDrafter
-    ) -> None:
-        """Time a decode step that is launched while its requests' prefill runs."""
+    def _time(self, prefill: SchedulerOutput, decode: SchedulerOutput) -> None:
+        """Time a decode step that is launched while its requests' prefills run."""
         self._admit(prefill)
         with self._stepping(), self._watch.step():
-            self._steps.run(prefill)
+            for _ in range(_AHEAD):
+                self._steps.run(prefill)
             result = self._steps.run(decode)
             result.wait()
         assert result.decode is not None
-        widths = result.decode.widths
-        self.timed.append(
-            TimedStep(
-                size=len(widths),
-                drafter=drafter,
-                widths=widths,
-                seconds=result.clock.seconds(),
-            )
-        )
+        widths, seconds = result.decode.widths, result.clock.seconds()
+        del seconds["propose"]
+        took = sum(seconds.values())
+        self.timed.append(TimedStep(size=len(widths), width=max(widths), seconds=took))
 
     def _take_part(self) -> None:
         """Run a step of another rank, or wait for a moment."""
@@ -216,17 +212,16 @@ class WarmUp:
                 yield _prefill(requests)
                 yield _step(decode=self._decode_half(requests, rooms, drafter.who))
 
-    def _to_time(self) -> Iterator[tuple[SchedulerOutput, SchedulerOutput, WarmDrafter]]:
+    def _to_time(self) -> Iterator[tuple[SchedulerOutput, SchedulerOutput]]:
         """Yield the steps to time: a prefill, and a step in which all requests have drafts of one
-        width. Not several algorithms at a time, and not all that one may have: by what these take
-        others are reckoned."""
+        width, of some widths."""
         for size in batch_sizes(self._limits.max_running_requests):
-            requests = self._requests([_PROMPT] * size)
+            requests, timed = self._requests([_PROMPT] * size), set[int]()
             for drafter in self._drafters:
-                for rooms in dict.fromkeys(self._rooms(size, drafter)):
-                    if len(set(rooms)) == 1:
-                        decode = self._decode_half(requests, rooms, drafter.who)
-                        yield _prefill(requests), _step(decode=decode), drafter
+                for width in sorted({*_doubled(drafter.num_draft_tokens)} - timed):
+                    timed.add(width)
+                    decode = self._decode_half(requests, (width,) * size, drafter.who)
+                    yield _prefill(requests), _step(decode=decode)
 
     def _mixed(self) -> Iterator[SchedulerOutput]:
         """Yield steps that decode at every batch size, and that a prompt fills."""

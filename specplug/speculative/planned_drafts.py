@@ -76,15 +76,13 @@ class TimedStep:
 
     Attributes:
         size: requests.
-        drafter: of all.
-        widths: nodes verified of each, the root included.
-        seconds: by part, as in ``StepReport``, without the host's.
+        width: nodes verified of each, the root included.
+        seconds: that it took without drafting.
     """
 
     size: int
-    drafter: WarmDrafter
-    widths: tuple[int, ...]
-    seconds: Mapping[str, float]
+    width: int
+    seconds: float
 
 
 def warm_drafters(runtime: Runtime, *, plans: bool, has_draft_cache: bool) -> list[WarmDrafter]:

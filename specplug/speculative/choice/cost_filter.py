@@ -99,7 +99,8 @@ class CostFilter:
 
         Args:
             part: which kind of sum this is.
-            trusted: whether it is no outlier, however far off it is.
+            trusted: whether it is no outlier, however far off it is, and the machine as it was when
+                the one before it was measured.
         """
         expected = float(weights @ self.costs)
         if not self._is_scaled:
@@ -110,7 +111,8 @@ class CostFilter:
         if self.changes < _SETTLED or self.changes % _SETTLED == 0:
             self._bound()
             self._drift = _DRIFT**2 * np.outer(costs, costs) + _OWN_DRIFT**2 * self._alike()
-        self._spread += self._drift
+        if not trusted:
+            self._spread += self._drift
         towards = self._spread @ weights
         noise = _TRUSTED_NOISE if trusted else self._noise[part]
         variance = float(weights @ towards) + (noise * expected) ** 2

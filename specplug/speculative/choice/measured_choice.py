@@ -104,15 +104,18 @@ class MeasuredChoice:
         return self._ranks
 
     def probe(
-        self, runtime: Runtime, drafters: Mapping[str, int], steps: Sequence[TimedStep]
+        self,
+        runtime: Runtime,
+        drafters: Mapping[str, int],
+        text: Collection[int],
+        steps: Sequence[TimedStep],
     ) -> None:
-        """Begin a run with what steps of its warm-up took. Of what looks text up they say what
-        verification takes, not what looking up does: nothing was read yet.
+        """Begin a run with what steps of its warm-up took.
 
         Args:
             drafters: as in ``share``.
+            text: those of them that look text up.
         """
-        text = {step.drafter.who or 0 for step in steps if step.drafter.is_ragged}
         policy = self._start(runtime, tuple(drafters), tuple(drafters.values()), text)
         policy.probe([_outcome_of(step) for step in steps])
 
@@ -287,20 +290,15 @@ class MeasuredChoice:
 
 
 def _outcome_of(step: TimedStep) -> StepOutcome:
-    """Return what a step of the warm-up says of costs."""
-    drafter, nodes = step.drafter, [width - 1 for width in step.widths]
-    seconds = dict(step.seconds)
-    drafts = not drafter.is_ragged and any(nodes)
-    draft_seconds = seconds.pop("propose", 0.0)
-    who = NOBODY if drafter.who == NOBODY or not drafts else drafter.who or 0
+    """Return what a step of the warm-up says of costs: of verification alone."""
+    size = step.size
     return StepOutcome(
-        request_ids=tuple(map(str, range(step.size))),
-        who=[who] * step.size,
-        asked=[0 if who == NOBODY else each for each in nodes],
-        nodes=nodes,
-        accepted=[0] * step.size,
-        seconds=sum(seconds.values()) + (draft_seconds if drafts else 0.0),
-        draft_seconds=draft_seconds if drafts else None,
+        request_ids=("",) * size,
+        who=[NOBODY] * size,
+        asked=[0] * size,
+        nodes=[step.width - 1] * size,
+        accepted=[0] * size,
+        seconds=step.seconds,
     )
 
 

@@ -195,7 +195,7 @@ class StepCosts:
         Args:
             seconds: of the whole step.
             draft_seconds: how many of them the drafting took; None: not known apart.
-            trusted: whether it is no outlier, however far from what is expected.
+            trusted: as in ``CostFilter.observe``.
         """
         if self._is_fixed or not seconds > 0:
             return
