@@ -265,8 +265,9 @@ class WarmUp:
         if size > 1:
             yield tuple(1 if number % 2 else whole for number in range(size))
         if size > 3 and self._steps.runner.forms is not None:
-            yield tuple(whole if number % 4 == 0 else 1 for number in range(size))
             yield tuple(1 if number % 4 == 0 else whole for number in range(size))
+            for part in (4, 8):
+                yield tuple(1 if number % part else whole for number in range(size))
 
     def _requests(
         self, lengths: Sequence[int], params: SamplingParams = _GREEDY

@@ -1,7 +1,8 @@
 """Which form a pass is padded to: its own or, as long as that seldom comes, a larger recorded one.
 
 The first pass of a form runs kernel by kernel, the second is recorded: with a large model the two
-take as long as ten passes, while some more rows take it a tenth longer.
+take as long as ten passes, while some more rows take it a tenth longer. A pass that has some counts
+as cold: it is not what later ones take.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from collections.abc import Sequence
 from specplug.model.pass_form import PassForm, PassSize
 from specplug.speculative.graph_runner import GraphRunner
 
-_SELDOM = 8
+_SELDOM = 16
 """Passes of a form that are padded to another one, before it is recorded."""
-_MORE_ROWS = 2.0
-"""How many times as many rows that one has at most."""
+_MORE_ROWS = 1.5
+"""How many times as many rows that one has at most: a pass of more takes longer, each time."""
 _CHEAP_ROWS = 64
 """Rows that it may have in any case: a pass of fewer takes as long."""
 
@@ -48,7 +49,11 @@ class RecordedForms:
         self._asked[own] += 1
         if is_taken and self._asked[own] > _SELDOM:
             return own
-        return self._larger(own, sizes) or (own if is_taken else None)
+        larger = self._larger(own, sizes)
+        if larger is None:
+            return own if is_taken else None
+        self._runner.num_cold += larger.rows > own.rows
+        return larger
 
     def _larger(self, own: PassForm, sizes: Sequence[PassSize]) -> PassForm | None:
         """Return the smallest recorded form that has room for these passes, too."""

@@ -32,6 +32,7 @@ class Runner:
     failure: str | None = None
     most: int = 100
     passes: dict[PassForm, int] = attrs.Factory(dict)
+    num_cold: int = 0
 
     @property
     def recorder(self) -> Runner:
@@ -71,11 +72,12 @@ def test_recorded_form_stands_in_until_its_own_has_often_come() -> None:
     forms = forms_of(runner)
     runner.run(own(LARGE), 2)
     asked = []
-    for _ in range(12):
+    for _ in range(20):
         asked.append(forms.of([SMALL]))
         runner.run(asked[-1])
-    assert asked == [own(LARGE)] * 8 + [own(SMALL)] * 4
+    assert asked == [own(LARGE)] * 16 + [own(SMALL)] * 4
     assert runner.is_recorded(own(SMALL))
+    assert runner.num_cold == 16
     assert forms.of([LARGE]) == own(LARGE)
 
 
@@ -119,7 +121,7 @@ def test_recorded_form_stands_in_where_no_more_are_recorded() -> None:
     runner = Runner(most=1)
     forms = forms_of(runner)
     runner.run(own(LARGE), 2)
-    assert {forms.of([SMALL]) for _ in range(40)} == {own(LARGE)}
+    assert {forms.of([SMALL]) for _ in range(60)} == {own(LARGE)}
     assert forms.of([PassSize(decode=size_of(30, 1))]) is None
     runner.failure = "no memory"
     assert forms.of([SMALL]) is forms.of([LARGE]) is None

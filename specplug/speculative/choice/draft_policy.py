@@ -38,7 +38,7 @@ _FADED = 8
 _LUCK = 0.1
 """The chance by which a request is as good as it is taken to be, where all drafts go on or none."""
 _NEW = 24
-"""Steps without a trial that a new request begins with, for each algorithm."""
+"""Steps without a trial that a new request begins with, for each algorithm, at least."""
 
 
 def _integers(values: Sequence[int] | Array) -> Sequence[int]:
@@ -426,7 +426,8 @@ class DraftPolicy:
             if row >= len(self._heard):
                 more = np.zeros((max(16, len(self._heard), row + 1), self._heard.shape[1]))
                 self._heard = np.concatenate([self._heard, more.astype(np.int64)])
-            self._heard[row] = self._step - _NEW
+            # Where nobody was drafted for, nothing is known of new requests either.
+            self._heard[row] = np.minimum(self._step - _NEW, self._drafted)
             self._catch_ups.begin(row, self._step)
         return row
 
