@@ -167,7 +167,8 @@ class MeasuredChoice:
             policy.keep(ids, kept.plan, kept.told.who)
             return kept.told
         plan = policy.plan(ids, self._room.depths, context, known)
-        who, depths = _with_stand_by(plan, self._room.depths, known)
+        early = {a: rows for a, rows in known.items() if not foreseen[a].is_current}
+        who, depths = _with_stand_by(plan, self._room.depths, early)
         told = DraftPlan(
             who=tuple(who.tolist()),
             most_nodes=tuple((1 + depths).tolist()),
@@ -316,12 +317,12 @@ def _with_stand_by(
     plan: Plan, most: np.ndarray, known: Mapping[int, Rows]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return who drafts how deep, [n] each: as planned, and where nobody does and nothing was
-    foreseen an algorithm that looks text up for others. By now, or in the steps that keep to the
-    plan, it may find something, and costs nothing where it does not.
+    foreseen an algorithm that looks text up for others. It may find something by the time that it
+    drafts, and costs nothing where it does not.
 
     Args:
         most: [n, A], how deep each algorithm may draft.
-        known: by algorithm the survivals that it foresees, [n, D].
+        known: by algorithm the survivals that it foresees a step too early, [n, D].
     """
     who, depths = plan.who, plan.depths
     if len(who) == 1:

@@ -78,19 +78,24 @@ class Stub:
 
 
 def planned_of_two(
-    choice: MeasuredChoice, most: tuple[int, ...], *wishes: DraftWish, nothing: Sequence[int] = ()
+    choice: MeasuredChoice,
+    most: tuple[int, ...],
+    *wishes: DraftWish,
+    nothing: Sequence[int] = (),
+    is_current: bool = True,
 ) -> DraftPlan:
     """Plan a step in which the second of two algorithms foresees what it is sure of.
 
     Args:
         nothing: the requests of which it foresees nothing.
+        is_current: whether it has read all that the steps before have committed.
     """
     size = len(most)
     sure = ForeseenDrafts(
         tokens=torch.ones(size, 7, dtype=torch.int64),
         scores=torch.full((size, 7), -0.001),
         known=(3,) * size,
-        is_current=True,
+        is_current=is_current,
     )
     sure.scores[list(nothing)] = -torch.inf
     choices = DraftChoices.of(
@@ -121,23 +126,27 @@ def test_plan_follows_what_requests_of_a_step_allow() -> None:
 def test_text_is_looked_up_where_nobody_drafts_and_nothing_was_foreseen() -> None:
     """By the time of the draft there may be something: it costs nothing where there is not."""
     wishes = [DraftWish(algorithm="TEXT")] * 5
-    choice = MeasuredChoice(deterministic=True)
-    plan = planned_of_two(choice, (8, 8, 3, 1, 8), *wishes, nothing=(1, 2, 3))
+    choice, most = MeasuredChoice(deterministic=True), (8, 8, 3, 1, 8)
+    now = planned_of_two(choice, most, *wishes, nothing=(1, 2, 3))
+    assert now.who == (1, -1, -1, -1, 1)  # what is foreseen is what it would draft
+    plan = planned_of_two(choice, most, *wishes, nothing=(1, 2, 3), is_current=False)
     assert plan.who == (1, 1, 1, -1, 1)
     assert plan.most_nodes == (8, 8, 3, 1, 8)
-    assert plan.expected_tokens == pytest.approx(5 + 2 * 7, rel=0.1)  # of what is foreseen
+    assert now.expected_tokens == pytest.approx(5 + 2 * 7, rel=0.1)
 
 
 def test_nothing_is_looked_up_where_nothing_is_foreseen_of_any_request() -> None:
     wish = DraftWish(algorithm="TEXT")
-    plan = planned_of_two(MeasuredChoice(deterministic=True), (8, 8), wish, wish, nothing=(0, 1))
+    plan = planned_of_two(
+        MeasuredChoice(deterministic=True), (8, 8), wish, wish, nothing=(0, 1), is_current=False
+    )
     assert plan.drafts_nothing
 
 
 def test_nothing_is_looked_up_for_a_request_that_wants_no_draft() -> None:
     wishes = DraftWish(), DraftWish(algorithm="NONE"), DraftWish(algorithm="MODEL")
     choice = MeasuredChoice(deterministic=True)
-    plan = planned_of_two(choice, (8,) * 3, *wishes, nothing=(1, 2))
+    plan = planned_of_two(choice, (8,) * 3, *wishes, nothing=(1, 2), is_current=False)
     assert plan.who[:2] == (1, -1)
     assert plan.who[2] != 1
 
