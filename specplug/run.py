@@ -353,7 +353,7 @@ def _serve(loaded: Loaded, caches: _Caches, startup: Startup, opened: ExitStack)
                 decodes=decodes,
                 drafters=warm,
                 ranks=loaded.ranks,
-                times=loaded.choice is not None,
+                measures=loaded.choice is not None,
             )
             warm_up.run(startup.advance)
         if loaded.choice is not None and warm_up.timed:

@@ -59,7 +59,7 @@ class WarmUp:
         drafters: the choices that the run may make of who drafts.
         ranks: that step together with this one; None: it is alone. They may take more or fewer
             steps: a rank that is done takes part in the others'.
-        times: whether to time decode steps, once all is recorded.
+        measures: whether to time decode steps, once all is recorded.
 
     Attributes:
         timed: these steps.
@@ -74,7 +74,7 @@ class WarmUp:
         decodes: bool,
         drafters: Sequence[WarmDrafter],
         ranks: RankGroup | None,
-        times: bool = False,
+        measures: bool = False,
     ) -> None:
         self.timed: list[TimedStep] = []
         self._steps = steps
@@ -83,7 +83,7 @@ class WarmUp:
         self._decodes = decodes
         self._drafters = drafters
         self._ranks = ranks
-        self._times = times and decodes and ranks is None
+        self._measures = measures and decodes and ranks is None
         most = min(
             limits.chunked_prefill_size or _LONGEST_PROMPT,
             _LONGEST_PROMPT,
@@ -105,7 +105,7 @@ class WarmUp:
         # A padded pass is recorded when its form comes for the second time.
         times = 1 if forms is None else 2
         steps = [step for step in self.steps() for _ in range(times)]
-        to_time = [*self._to_time()] if self._times else []
+        to_time = [*self._to_time()] if self._measures else []
         of = len(steps) + len(to_time)
         if forms is not None:
             forms.stands_in = False

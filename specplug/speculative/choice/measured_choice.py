@@ -42,8 +42,6 @@ _FOR_ONE = 16
 steps, and what is gained by a plan is more the fewer there are."""
 _NEW_OF = 4
 """Requests of which one may be new, or have gone."""
-_KEPT_OF_ONE = 3
-"""The same where one request goes on to copy what is looked up."""
 _MOST_LAUNCHED = 8
 """Steps that are planned and not processed at most."""
 
