@@ -327,7 +327,7 @@ def test_warm_up_records_the_forms_of_prompts(tiny_model: Path) -> None:
         assert llm.engine.steps.runner.padded_pass.num_recordings == recorded
 
 
-def test_chunks_and_drafts_of_any_widths_are_replayed_after_a_warm_up(tiny_model: Path) -> None:
+def test_passes_of_any_widths_are_replayed_after_a_warm_up(tiny_model: Path) -> None:
     """Each of their forms seldom comes: those of the warm-up stand in for it."""
     recorder, limits = RunsAgain(), {"max_running_requests": 8, "chunked_prefill_size": 128}
     pattern = [[7 + i, 3, 9 + i, 4] * 9 for i in range(8)]

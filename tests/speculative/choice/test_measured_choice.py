@@ -123,7 +123,7 @@ def test_plan_follows_what_requests_of_a_step_allow() -> None:
         assert planned_of_two(choice, (8,) * size).who == (1,) * size
 
 
-def test_text_is_looked_up_where_nobody_drafts_and_nothing_was_foreseen() -> None:
+def test_text_is_looked_up_where_nobody_drafts() -> None:
     """By the time of the draft there may be something: it costs nothing where there is not."""
     wishes = [DraftWish(algorithm="TEXT")] * 5
     choice, most = MeasuredChoice(deterministic=True), (8, 8, 3, 1, 8)
@@ -135,7 +135,7 @@ def test_text_is_looked_up_where_nobody_drafts_and_nothing_was_foreseen() -> Non
     assert now.expected_tokens == pytest.approx(5 + 2 * 7, rel=0.1)
 
 
-def test_nothing_is_looked_up_where_nothing_is_foreseen_of_any_request() -> None:
+def test_nothing_is_looked_up_where_nothing_is_foreseen() -> None:
     wish = DraftWish(algorithm="TEXT")
     plan = planned_of_two(
         MeasuredChoice(deterministic=True), (8, 8), wish, wish, nothing=(0, 1), is_current=False
@@ -143,7 +143,7 @@ def test_nothing_is_looked_up_where_nothing_is_foreseen_of_any_request() -> None
     assert plan.drafts_nothing
 
 
-def test_nothing_is_looked_up_for_a_request_that_wants_no_draft() -> None:
+def test_nothing_is_looked_up_for_who_wants_no_draft() -> None:
     wishes = DraftWish(), DraftWish(algorithm="NONE"), DraftWish(algorithm="MODEL")
     choice = MeasuredChoice(deterministic=True)
     plan = planned_of_two(choice, (8,) * 3, *wishes, nothing=(1, 2), is_current=False)
