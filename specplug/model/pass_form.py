@@ -93,13 +93,11 @@ class PartForm:
         bs = max(_requests(size, rows, width) for size in sizes)
         return cls(batch_bucket(bs), rows, width, any(size.masked for size in sizes))
 
-    def holds(self, sizes: Sequence[PartSize]) -> bool:
-        """Return whether it has room for any of ``sizes`` and is read by the same kernels as their
-        own form."""
-        own = PartForm.of(sizes)
+    def holds(self, own: PartForm, sizes: Sequence[PartSize]) -> bool:
+        """Return whether it has room for any of ``sizes``, whose own form is ``own``, and is read
+        by the same kernels as that."""
         return (
-            own is not None
-            and own.masked == self.masked
+            own.masked == self.masked
             and own.rows <= self.rows
             and own.width <= self.width
             and (own.width > MOST_IN_PARTS) == (self.width > MOST_IN_PARTS)
@@ -155,17 +153,19 @@ class PassForm:
         form = cls(PartForm.of(prefills), PartForm.of(decodes), kinds)
         return form if form.parts else None
 
-    def holds(self, sizes: Sequence[PassSize]) -> bool:
-        """Return whether it has room for each of these passes, too, keeps the same points and is
-        read by the same kernels as their own form."""
-        if self.kinds != frozenset(kind for size in sizes for kind in size.kinds):
+    def holds(self, own: PassForm, sizes: Sequence[PassSize]) -> bool:
+        """Return whether it has room for each of these passes, whose own form is ``own``, keeps the
+        same points and is read by the same kernels as that."""
+        if self.kinds != own.kinds:
             return False
-        for form, parts in (
-            (self.prefill, [size.prefill for size in sizes]),
-            (self.decode, [size.decode for size in sizes]),
+        for form, own_part, parts in (
+            (self.prefill, own.prefill, [size.prefill for size in sizes]),
+            (self.decode, own.decode, [size.decode for size in sizes]),
         ):
-            is_there = any(part.rows for part in parts)
-            if is_there != (form is not None) or (form is not None and not form.holds(parts)):
+            if form is None or own_part is None:
+                if form is not own_part:
+                    return False
+            elif not form.holds(own_part, parts):
                 return False
         return True
 

@@ -61,6 +61,6 @@ class RecordedForms:
         found = (
             form
             for form in self._runner.recorded
-            if isinstance(form, PassForm) and form.rows <= most and form.holds(sizes)
+            if isinstance(form, PassForm) and form.rows <= most and form.holds(own, sizes)
         )
         return min(found, key=lambda form: (form.rows, form.places), default=None)

@@ -129,10 +129,11 @@ def test_recorded_form_stands_in_where_no_more_are_recorded() -> None:
 
 @given(WIDTHS, WIDTHS)
 def test_form_has_a_place_for_each_row_that_it_holds(one: list[int], two: list[int]) -> None:
-    form = PartForm.of([size_of(*one)])
+    form, other = PartForm.of([size_of(*one)]), PartForm.of([size_of(*two)])
     assert form is not None
-    assert form.holds([size_of(*one)])
-    if form.holds([size_of(*two)]):
+    assert other is not None
+    assert form.holds(form, [size_of(*one)])
+    if form.holds(other, [size_of(*two)]):
         flat_index, _ = form.places(two)
         assert len(flat_index) == len(set(flat_index)) == form.rows
         assert max(flat_index) < form.bs * form.width

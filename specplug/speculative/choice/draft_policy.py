@@ -133,12 +133,9 @@ class DraftPolicy:
         else:
             rows = self._rows_of(request_ids)
             plan = self._plan_many(rows, most, context, known, filled)
-        is_best = plan.reason not in (TRIED, TRIED_PLAIN)
-        if is_best and self._was_best and len(rows) > 1:  # a trial ends anyway
-            self._catch_ups.follow(rows, plan.who)
-        self._was_best = is_best
+        was_best, self._was_best = self._was_best, plan.reason not in (TRIED, TRIED_PLAIN)
         self._ids, self._planned = tuple(request_ids), rows
-        self._catch_ups.feed(rows, plan.who, self._step)
+        self._feed(plan.who, follows=was_best and self._was_best)  # a trial ends anyway
         return plan
 
     def keep(self, request_ids: Sequence[str], plan: Plan, who: Sequence[int]) -> None:
@@ -151,11 +148,15 @@ class DraftPolicy:
         self._step += 1
         if tuple(request_ids) != self._ids:
             self._ids, self._planned = tuple(request_ids), self._rows_of(request_ids)
-        of_step = np.array(who)
-        if len(of_step) > 1:
-            self._catch_ups.follow(self._planned, of_step)
-        self._catch_ups.feed(self._planned, of_step, self._step)
+        self._feed(np.array(who), follows=True)
         self._earned(plan)
+
+    def _feed(self, who: Array, *, follows: bool) -> None:
+        """Note what drafts for each request of the step, and if it ``follows`` one of another best
+        plan for how long algorithms draft."""
+        if follows and len(who) > 1:
+            self._catch_ups.follow(self._planned, who)
+        self._catch_ups.feed(self._planned, who, self._step)
 
     def _plan_many(
         self,

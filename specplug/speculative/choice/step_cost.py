@@ -176,11 +176,17 @@ class StepCosts:
             context: committed tokens of all requests. Where that is much the same in all steps,
                 what it takes is known only together with the rest.
         """
-        weights = np.zeros(_FIXED + _OF_DRAFTER * self.algorithms)
-        k = len(_KNOTS)
-        weights[:k] = self._row_weights(bs)[bs]
-        weights[k], weights[k + 1] = bs - 1, context * 1e-3
-        return self._filter.doubt(weights)
+        nothing = (0,) * self.algorithms
+        work = StepWork(
+            bs=bs,
+            rows=bs,
+            context=context,
+            ragged=False,
+            depths=nothing,
+            requests=nothing,
+            nodes=nothing,
+        )
+        return self.doubt(work)
 
     def observe(
         self,
