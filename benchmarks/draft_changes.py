@@ -13,8 +13,9 @@ Three things are looked at, each with a table of the steps from a change until i
   is known: new code of a held-out module, then the prompt's code again, then random tokens.
 
 A change of the text is followed at the first step from which on, for 4 steps, drafts are nearer to
-the depth of the new text's second half than to that of the old one's. ``--output`` writes pictures
-of the choices over steps.
+the depth of the new text's second half than to that of the old one's; where that text comes again,
+to the depth of the time that differs most: else one that is never followed would be at once.
+``--output`` writes pictures of the choices over steps.
 """
 
 from __future__ import annotations
@@ -95,10 +96,15 @@ class Followed:
             found.setdefault(name, []).append(self._delay(old, new))
         return found
 
+    def _settled(self, phase: Phase) -> float:
+        """Return the depth of a text's second half."""
+        return float(self.depths[(phase.start + phase.end) // 2 : phase.end].mean())
+
     def _delay(self, old: Phase, new: Phase) -> int:
-        before, after = (
-            self.depths[(phase.start + phase.end) // 2 : phase.end].mean() for phase in (old, new)
-        )
+        before = self._settled(old)
+        # Of a text that is never followed the second half is as that before it.
+        alike = (self._settled(phase) for phase in self.phases if phase.name == new.name)
+        after = max(alike, key=lambda depth: abs(depth - before))
         mine = self.depths[new.start : new.end]
         near = np.abs(mine - after) <= np.abs(mine - before)
         for step in range(len(near)):
