@@ -141,6 +141,7 @@ class NgramWorker:
         )
         self.requests: dict[str, RequestState] = {}
         self._foreseen: Foreseen | None = None
+        self._is_asked = False  # what it foresees: drafts are as a plan chooses them
         self._read = 0  # steps
 
     def read_corpus(self, texts: Iterable[Sequence[int]]) -> None:
@@ -221,6 +222,7 @@ class NgramWorker:
         """
         if self._shape.topk > 1:
             return None
+        self._is_asked = True
         rooms = [self._shape.num_draft_tokens] * len(request_ids)
         read = [self.requests.get(each) for each in request_ids]
         known = [0 if each is None else each.prompt_read + each.observed for each in read]
@@ -232,10 +234,11 @@ class NgramWorker:
     def propose(self, batch: Batch, draft_input: DraftInput, forced: Forced = ()) -> Draft:
         """Draft a tree for each request, within its ``max_draft_nodes``; chains if none branches.
 
-        A request without a probable continuation gets the root alone. If nothing was foreseen, so
-        do all requests if their drafts together do not pay, and if the chains of the device should
-        have the same length, shorter ones are padded with token 0. What was foreseen was chosen
-        from, and is drafted as it was chosen.
+        A request without a probable continuation gets the root alone. If nobody asks what is
+        foreseen, so do all requests if their drafts together do not pay, and if the chains of the
+        device should have the same length, shorter ones are padded with token 0. Who asks chooses:
+        what was foreseen is drafted as it was chosen, and so is what is found in steps that keep to
+        an earlier choice.
 
         A node's score is how often its token followed the same tokens before, smoothed by
         ``Novelty``: the longer the match and the more often it occurred, the surer. The score of
@@ -280,12 +283,15 @@ class NgramWorker:
         request_ids = [request.request_id for request in batch.requests]
         rooms = batch.max_draft_nodes
         foreseen, self._foreseen = self._foreseen, None
-        chosen = None if foreseen is None else foreseen.of(request_ids)
-        if foreseen is not None and chosen is not None:
-            if foreseen.read != self._read:  # it was a step too early
-                chosen = self._look_up(request_ids, rooms, LEAST_FORESEEN, forced_chains(forced))
-            return chosen, [min(each) for each in zip(chosen.widths, rooms, strict=True)]
+        if foreseen is not None and foreseen.read == self._read:
+            chosen = foreseen.of(request_ids)
+            if chosen is not None:
+                return chosen, [min(each) for each in zip(chosen.widths, rooms, strict=True)]
         cost = StepCost(batch.size, self._costs)
+        if self._is_asked:  # a step too early, or before a step whose plan is kept
+            least = max(LEAST_FORESEEN, cost.least)
+            drafts = self._look_up(request_ids, rooms, least, forced_chains(forced))
+            return drafts, drafts.widths
         uniform = self._costs.uniform and self._shape.topk == 1
         # If chains have the same length, an improbable node costs no more than padding.
         least = 0.0 if uniform else cost.least

@@ -492,8 +492,10 @@ def test_what_is_foreseen_is_what_is_drafted(make_worker: Make) -> None:
 
 @pytest.mark.parametrize("read_more", [False, True])
 def test_what_was_foreseen_is_drafted_as_chosen(make_worker: Make, read_more: bool) -> None:
-    """Also where another step was read since, and where by its own costs nothing would pay."""
-    worker = make_worker(KNOWS_NOTHING, REPEATS, costs=attrs.evolve(CPU_COSTS, draft=1e9))
+    """Also where another step was read since, where by its own costs nothing would pay, and where
+    by these all chains would have one length."""
+    costs = attrs.evolve(CPU_COSTS, draft=1e9, uniform=True)
+    worker = make_worker(KNOWS_NOTHING, REPEATS, costs=costs)
     _observe(worker, "repeats", [8])
     batch = attrs.evolve(_batch(REPEATS, KNOWS_NOTHING), max_draft_nodes=(3, 4))
     assert worker.propose(batch, _input(8, 25)).width == 1
@@ -503,7 +505,8 @@ def test_what_was_foreseen_is_drafted_as_chosen(make_worker: Make, read_more: bo
     draft = worker.propose(batch, _input(8, 25))
     assert draft.widths == (3, 1)
     assert draft.tokens[0, 1:].tolist() == ([1, 5] if read_more else [9, 1])
-    assert worker.propose(batch, _input(8, 25)).width == 1  # it was for one draft
+    kept = worker.propose(batch, _input(8, 25))  # the plan is, and nothing was foreseen for it
+    assert kept.widths == (3, 1)
 
 
 def test_foreseeing_teaches_what_text_is_worth(make_worker: Make) -> None:
