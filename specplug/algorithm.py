@@ -81,9 +81,9 @@ class Capabilities:
             ``CAPTURES``. A host without them refuses it before anything is loaded.
         target_drafts: it drafts with the target's own layers (``Runtime.target_layers``).
         late_feed: where it is one of several that take turns (``A,B``), ``build_draft_input`` may
-            be called for a decode step right before ``propose``, and for several steps together as
-            for a prefill chunk. Then steps in which it does not draft cost nothing. False if the
-            hook has to hear of every step, or reads ``chunk_ends``.
+            be called for a decode step right before ``propose``, and for several steps together,
+            or a short prompt, as for a prefill chunk. Then steps in which it does not draft cost
+            nothing. False if the hook has to hear of every step, or reads ``chunk_ends``.
     """
 
     branching: bool = False

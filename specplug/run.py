@@ -383,7 +383,7 @@ def _make_engine(loaded: Loaded, caches: _Caches, remote: DecodeInstance | None)
     order = loaded.algorithm.begin(runtime)
     kv.committed = order.committed.seq_lens
     return Engine(
-        scheduler=Scheduler(caches.limits, cache, kv.table, order.leave),
+        scheduler=Scheduler(caches.limits, cache, kv.table, order.lacking, order.leave),
         steps=StepRunner(loaded.runner, kv, caches.sampler, order, transfer, caches.grammars),
         runtime=runtime,
         hooks=loaded.algorithm.hooks,

@@ -97,8 +97,9 @@ class Scheduler:
         config: the limits of the run.
         cache: where pages come from.
         table: where rows come from.
-        leave: told the name of each request that gives up its row, returns of how many of its last
-            tokens a draft model lacks the keys.
+        lacking: told the name of a request, returns of how many of its last tokens a draft model
+            lacks the keys.
+        leave: the same of a request that gives up its row.
 
     Attributes:
         waiting: requests without a row.
@@ -110,10 +111,11 @@ class Scheduler:
         config: SchedulerConfig,
         cache: PrefixCache,
         table: RequestTable,
+        lacking: Callable[[str], int] = lambda request_id: 0,
         leave: Callable[[str], int] = lambda request_id: 0,
     ) -> None:
         self.config = config
-        self._leave = leave
+        self._lacking, self._leave = lacking, leave
         self.cache = cache
         self.table = table
         self.waiting = WaitingQueue()
@@ -482,7 +484,8 @@ class Scheduler:
                 request.num_computed_tokens += committed
                 request.max_computed_tokens -= self.config.columns - committed
             else:
-                replaced = self._insert_final_pages(request)
+                lacking = self._lacking(request.request_id)
+                replaced = self._insert_final_pages(request, lacking)
                 self.table.write(request.req_index, request.pages, replaced)
 
     def release(self, request: Request) -> None:
@@ -498,7 +501,7 @@ class Scheduler:
             self.waiting.remove(request)
 
     def _give_up(self, request: Request) -> None:
-        self._insert_final_pages(request, lacking=self._leave(request.request_id))
+        self._insert_final_pages(request, self._leave(request.request_id))
         self.cache.release(request.pages, request.shared)
         self.table.free(request.req_index)
         request.pages, request.shared, request.req_index = [], self.cache.root, 0

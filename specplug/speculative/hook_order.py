@@ -600,6 +600,10 @@ class HookOrder:
         are nobody else's."""
         return max((late.leave(request_id) for late in self._late), default=0)
 
+    def lacking(self, request_id: str) -> int:
+        """Return the same of one that keeps its slots."""
+        return max((late.lacking(request_id) for late in self._late), default=0)
+
     def check(self, running: Collection[str]) -> None:
         """Assert that nothing is kept of requests other than these."""
         for late in self._late:

@@ -1,4 +1,5 @@
-"""What a draft model that does not draft is not fed yet: the target's outputs of decode steps.
+"""What a draft model that does not draft is not fed yet: the target's outputs of decode steps, and
+those of short prompts where it has not drafted for long.
 
 They wait until the algorithm is to draft for their requests, or until they are many. Then one pass
 reads what several steps have committed, as it would read a prefill chunk. Nothing here reads the
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate
 
 import attrs
@@ -39,29 +41,36 @@ _UNTOLD = 64
 
 @attrs.define(eq=False, kw_only=True)
 class _Step:
-    """A decode step, some of whose requests wait.
+    """A decode step, or a prefill of whole prompts, some of whose requests wait.
 
     Attributes:
         request_ids: of all its requests.
         places: of those that wait: their places in the step.
-        columns: C, the rows of each request.
+        widths: the rows of each request, which follow each other: all C in a decode step.
         seq_lens: [bs] int64, committed tokens before it.
-        output: what it has committed, bs·C rows.
+        output: what it has committed, a row for each token.
         lens: for each request how many of its rows count; None: the host does not know yet.
+        begins: whether it is a prefill.
         nbytes: of ``output``, about; 0 of what does not wait.
     """
 
     request_ids: tuple[str, ...]
     places: dict[str, int]
-    columns: int
+    widths: Sequence[int]
     seq_lens: Tensor
     output: CommittedOutput
     lens: Sequence[int] | None
+    begins: bool = False
     nbytes: int = 0
+
+    @cached_property
+    def firsts(self) -> Sequence[int]:
+        """The first row of each request, and the number of all rows."""
+        return [0, *accumulate(self.widths)]
 
 
 class LateFeed:
-    """The decode steps that an algorithm was not fed, by request.
+    """The steps that an algorithm was not fed, by request.
 
     Args:
         name: of the algorithm, as the run's plans know it.
@@ -85,40 +94,43 @@ class LateFeed:
         return self._rows.keys()
 
     def add(self, batch: Batch, output: CommittedOutput) -> bool:
-        """Let a decode step wait, whose output is kept.
+        """Let a decode step wait, or a prefill of whole prompts, whose output is kept.
 
         Returns:
             Whether so many rows of a request wait that they are to be fed.
         """
         ids = tuple(request.request_id for request in batch.requests)
-        columns = len(output.next_tokens) // len(ids)
+        count = len(output.next_tokens)
+        widths = batch.chunk_widths or (count // len(ids),) * len(ids)
         captured = sum(tensor.nbytes for tensor in output.per_node.values())
         step = _Step(
             request_ids=ids,
             places=dict(zip(ids, range(len(ids)), strict=True)),
-            columns=columns,
+            widths=widths,
             seq_lens=batch.seq_lens.clone(),
             output=output,
-            lens=(1,) * len(ids) if columns == 1 else None,
-            nbytes=captured + 16 * columns * len(ids),
+            lens=widths if batch.is_prefill or count == len(ids) else None,
+            begins=batch.is_prefill,
+            nbytes=captured + 16 * count,
         )
         self._steps.append(step)
-        self._untold.append(step)
+        if not step.begins:
+            self._untold.append(step)
         self._nbytes += step.nbytes
         rows = self._rows
-        for each in ids:
-            rows[each] = rows.get(each, 0) + columns
+        for each, width in zip(ids, widths, strict=True):
+            rows[each] = rows.get(each, 0) + width
         most = MOST_ROWS if self._nbytes < _MANY_BYTES else _ROWS_AT_LEAST
         return max(map(rows.__getitem__, ids)) > most
 
     def learn(self, request_ids: Sequence[str], accept_lens: Sequence[int]) -> None:
-        """Take how many rows of a step count. Steps are told in the order of ``add``."""
+        """Take how many rows of a decode step count. They are told in the order of ``add``."""
         ids = tuple(request_ids)
         while self._untold:
             step = self._untold.popleft()
             if step.request_ids == ids:  # else it was lost
                 for each, place in step.places.items():
-                    self._count_off(each, step.columns - accept_lens[place])
+                    self._count_off(each, step.widths[place] - accept_lens[place])
                 step.lens = accept_lens
                 return
 
@@ -127,12 +139,20 @@ class LateFeed:
         that they were accepted."""
         if self._rows.pop(request_id, None) is None:
             return 0
+        tokens = self.lacking(request_id)
+        for step in self._steps:
+            step.places.pop(request_id, None)
+        self._drop_empty()
+        return tokens
+
+    def lacking(self, request_id: str) -> int:
+        """Return how many tokens wait of a request, as far as the host knows that they were
+        accepted."""
         tokens = 0
         for step in self._steps:
-            place = step.places.pop(request_id, None)
+            place = step.places.get(request_id)
             if place is not None and step.lens is not None:
                 tokens += step.lens[place]
-        self._drop_empty()
         return tokens
 
     def clear(self) -> None:
@@ -149,7 +169,8 @@ class LateFeed:
         and what they are fed. It no longer waits then.
 
         Several steps make up a prefill chunk of known widths, ``last_chunk``, without
-        ``chunk_ends`` or ``attention``. A step by itself is fed as it was.
+        ``chunk_ends`` or ``attention``, and so do prompts. A decode step by itself is fed as it
+        was.
 
         Args:
             batch: of the present step.
@@ -184,10 +205,10 @@ class LateFeed:
             for each in step.places.keys() & places.keys():
                 place = step.places.pop(each)
                 rows[each].append((number, place))
-                self._count_off(each, step.columns if step.lens is None else step.lens[place])
+                self._count_off(each, (step.lens or step.widths)[place])
         wanted = [each for each, own in rows.items() if own]
         part = _part(batch, [places[each] for each in wanted])
-        if len(steps) == 1:
+        if len(steps) == 1 and not steps[0].begins:
             yield _path(part, steps[0], [rows[each][0][1] for each in wanted])
         else:
             self.has_caught_up = True
@@ -220,7 +241,7 @@ def stand_ins(
     step = _Step(
         request_ids=ids,
         places={},
-        columns=len(output.next_tokens) // bs,
+        widths=(len(output.next_tokens) // bs,) * bs,
         seq_lens=batch.seq_lens,
         output=output,
         lens=(1,) * bs,
@@ -294,7 +315,7 @@ def _part(batch: Batch, places: Sequence[int]) -> Batch:
 
 def _path(batch: Batch, step: _Step, places: Sequence[int]) -> tuple[Batch, CommittedOutput]:
     """Return what one step has for requests at these places of it."""
-    output, columns = step.output, step.columns
+    output, columns = step.output, step.widths[0]
     own = Batch(
         mode=ForwardMode.DECODE,
         requests=batch.requests,
@@ -337,7 +358,7 @@ def _chunk(
         for number, place in own:
             step = steps[number]
             assert step.lens is not None
-            first = firsts[number] + place * step.columns
+            first = firsts[number] + step.firsts[place]
             index += range(first, first + step.lens[place])
         widths.append(len(index) - before)
     device = batch.req_indices.device
@@ -358,7 +379,7 @@ def _chunk(
         req_indices=batch.req_indices.clone(),
         seq_lens=torch.cat([step.seq_lens for step in steps])[begins],
         chunk_widths=tuple(widths),
-        first_chunk=(False,) * len(widths),
+        first_chunk=tuple(steps[own[0][0]].begins for own in rows),
         last_chunk=(True,) * len(widths),
         greedy=batch.greedy,
     )

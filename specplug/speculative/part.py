@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from specplug.speculative.hook_order import Batch, RequestView
     from specplug.speculative.runtime import Runtime
 
+_SHORT_PROMPT = 32
+"""Rows of a prompt, without what the prefix cache has, up to which it may be fed late."""
+_IDLE = 16
+"""Decode steps without a draft of an algorithm after which it is fed short prompts late: of an 8B
+model EAGLE-3 takes 0.3 ms of 5 for one."""
+
 
 class PartHolder:
     """A runtime whose algorithm may hold parts.
@@ -154,6 +160,7 @@ class Part:
         self._takes_late_feed = selected.info.capabilities.late_feed
         self._late: LateFeed | None = None
         self._is_fed = True
+        self._idle = 0  # decode steps since it last drafted
         self._warmed: set[int] = set()
 
     @property
@@ -176,7 +183,9 @@ class Part:
     def build_draft_input(self, batch: Batch, target_output: CommittedOutput) -> DraftInput:
         """Feed it what the target has computed; see the hook. What is fed late waits, and leaves no
         state."""
-        self._is_fed = self._late is None or batch.is_prefill or batch.is_warm_up
+        self._is_fed = not self._waits(batch)
+        if not batch.is_prefill:
+            self._idle += 1
         if self._late is not None and batch.is_warm_up and not batch.is_prefill:
             self._feed_stand_ins(batch, target_output)
         if self._late is None or self._is_fed:
@@ -189,6 +198,16 @@ class Part:
         if self._late.add(batch, output):
             self._feed(batch, drafts_follow=False)
         return DraftInput(bonus_tokens=target_output.bonus_tokens)
+
+    def _waits(self, batch: Batch) -> bool:
+        """Return whether it is not fed a step yet: a decode step, or whole prompts that are short,
+        if it has not drafted for long. Pages of these are not shared until it is fed."""
+        if self._late is None or batch.is_warm_up:
+            return False
+        if not batch.is_prefill:
+            return True
+        is_short = max(batch.chunk_widths) <= _SHORT_PROMPT
+        return is_short and self._idle >= _IDLE and all(batch.first_chunk + batch.last_chunk)
 
     def _feed(self, batch: Batch, *, drafts_follow: bool = True) -> None:
         """Feed it what waits for the requests of a batch; see ``LateFeed.take``."""
@@ -238,6 +257,7 @@ class Part:
             draft_input: the holder's.
         """
         roots = draft_input.bonus_tokens
+        self._idle = 0
         if self._late is None:
             given = self._of_part(draft_input)
         else:

@@ -123,6 +123,38 @@ def test_drafts_are_those_of_one_fed_at_each_step(
 @pytest.mark.parametrize(
     ("algorithm", "settings"),
     [
+        ("NGRAM,EAGLE3", {}),
+        ("NGRAM,EAGLE3", {"disable_overlap_schedule": True, "enable_mixed_chunk": True}),
+        ("EAGLE:topk=3,tokens=9,MULTI_LAYER_EAGLE", {"alike": True, "page_size": 16}),
+        ("DFLASH,PEAGLE", {"page_size": 4}),
+        ("DSPARK,EAGLE3+NGRAM", {}),
+        ("NGRAM,STANDALONE", {}),
+    ],
+)
+def test_drafts_are_the_same_where_prompts_wait(
+    algorithm: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specplug.debug.DEBUG", True)
+    monkeypatch.setattr("specplug.speculative.part._IDLE", 1 << 30)
+    fed, expected = drafts(algorithm, **settings)
+    monkeypatch.setattr("specplug.speculative.part._IDLE", 0)
+    prompts, add = Counter[bool](), LateFeed.add
+
+    def counted(self: LateFeed, batch: Batch, output: CommittedOutput) -> bool:
+        prompts[batch.is_prefill] += 1
+        return add(self, batch, output)
+
+    monkeypatch.setattr(LateFeed, "add", counted)
+    late, tokens = drafts(algorithm, **settings)
+    assert prompts[True]
+    assert tokens == expected
+    assert late.drafts == fed.drafts
+    assert sum(len(draft) > 1 for _, draft in late.drafts) > 10
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [
         ("NGRAM,EAGLE3", {"page_size": 4}),
         ("NGRAM,EAGLE3", {"alike": True}),
         ("EAGLE,EAGLE3:steps=3,topk=3,tokens=12", {}),
@@ -162,6 +194,25 @@ class Second(Turns):
     def plan_drafts(self, batch: Batch, choices: DraftChoices) -> DraftPlan:
         who = tuple(-1 if request.request_id == "0" else 1 for request in batch.requests)
         return DraftPlan(who=who, most_nodes=choices.most_nodes)
+
+
+def test_prompts_that_were_not_fed_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> tuple[list[Any], list[int]]:
+        turns, given = Turns(), {**SMALL, "page_size": 4}
+        with LLM(speculative_algorithm="NGRAM,EAGLE3", extensions=[turns], **given) as llm:
+            params = SamplingParams(max_tokens=1, ignore_eos=True)
+            cached = [llm.generate([TEXT], params)[0].num_cached_tokens for _ in range(2)]
+            llm.generate([TEXT], SamplingParams(max_tokens=70, ignore_eos=True))
+            llm.check_pool()
+            return turns.drafts, cached
+
+    monkeypatch.setattr("specplug.speculative.part._IDLE", 0)
+    late, (_, shared) = run()
+    assert shared == 0
+    monkeypatch.setattr("specplug.speculative.part._IDLE", 16)
+    fed, (_, shared) = run()
+    assert shared > 4
+    assert late == fed
 
 
 def test_pages_that_were_not_fed_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,6 +326,43 @@ def test_leave_tells_the_accepted_tokens_that_wait() -> None:
     assert late.leave("a") == 2
     assert late.leave("a") == 0
     assert late.leave("b") == 1
+    assert not late.waiting
+
+
+def test_a_prompt_waits_with_the_steps_after_it() -> None:
+    late = LateFeed("A")
+    tokens = torch.tensor([4, 5, 6, 3])
+    output = CommittedOutput(
+        next_tokens=tokens + 1,
+        own_tokens=tokens,
+        per_node={"hidden": tokens.unsqueeze(1).float()},
+        last_rows=torch.tensor([2, 3]),
+        accept_lens=torch.tensor([3, 1]),
+        bonus_tokens=torch.tensor([7, 4]),
+    )
+    prefill = Batch(
+        mode=ForwardMode.PREFILL,
+        requests=[View(name) for name in "ab"],  # type: ignore[misc]
+        req_indices=torch.tensor([1, 2]),
+        seq_lens=torch.tensor([4, 3]),
+        chunk_widths=(3, 1),
+        first_chunk=(True, True),
+        last_chunk=(True, True),
+    )
+    assert not late.add(prefill, output)
+    assert [late.lacking("a"), late.lacking("b")] == [3, 1]
+    ((alone, one),) = late.take(batch_of("b"))
+    assert alone.is_prefill
+    assert (alone.first_chunk, alone.chunk_widths, alone.seq_lens.tolist()) == ((True,), (1,), [3])
+    assert one.next_tokens.tolist() == [4]
+    step(late, "a", 2, start=7)
+    late.learn("a", [1])
+    assert late.lacking("a") == 4
+    ((chunk, rows),) = late.take(batch_of("a"))
+    assert (chunk.first_chunk, chunk.chunk_widths) == ((True,), (4,))
+    assert chunk.seq_lens.tolist() == [4]
+    assert rows.own_tokens.tolist() == rows.per_node["hidden"].flatten().tolist() == [4, 5, 6, 7]
+    assert rows.bonus_tokens.tolist() == [8]
     assert not late.waiting
 
 
