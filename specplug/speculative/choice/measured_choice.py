@@ -179,7 +179,7 @@ class MeasuredChoice:
             is_told = any(np.any(np.asarray(rows)[:, 0]) for rows in known.values())
             left = max(1, min(_KEPT, len(ids) // _FOR_ONE)) if is_told else _KEPT
             self._kept = _Kept(plan, told, launched, self._room, left)
-        elif len(ids) == 1 and plan.reason == BEST and told.who[0] in known:
+        elif len(ids) == 1 and known and plan.reason in (BEST, NOTHING_PAYS):
             self._kept = _Kept(plan, told, launched, self._room, _KEPT, known)
         return told
 
@@ -398,6 +398,12 @@ class _Kept:
         return choices.bound(DraftPlan(who=who, most_nodes=nodes, reason=told.reason))
 
     def is_of_one(self, ids: tuple[str, ...], room: _Room, known: Mapping[int, Rows]) -> bool:
-        """Return whether this is the plan of a step of one request, too."""
+        """Return whether this is the plan of a step of one request, too: its text promises what it
+        did, or no more where that is not drafted."""
         is_good = self.known and self.left and self.launched.request_ids == ids
-        return bool(is_good and self.room is room and self.known == known)
+        if not is_good or self.room is not room:
+            return False
+        if self.told.who[0] in known:
+            return self.known == known
+        then = self.known
+        return all(a in then and sum(own[0]) <= sum(then[a][0]) for a, own in known.items())

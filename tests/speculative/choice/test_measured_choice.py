@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -220,6 +221,15 @@ def test_plan_of_a_text_that_is_copied_on_is_kept(monkeypatch: pytest.MonkeyPatc
     planned_of_two(choice, (8,))
     planned_of_two(choice, (7,))  # another room
     assert len(made) == 3
+
+
+def test_plan_of_one_is_kept_while_no_text_promises_more() -> None:
+    choice = MeasuredChoice(deterministic=True)
+    plans = [planned_of_two(choice, (8,), nothing=(0,)) for _ in range(16)]
+    alike = [len(list(each)) for _, each in groupby(plans, id)]
+    assert max(alike) == 4
+    assert plans[-1].who != (1,)
+    assert planned_of_two(choice, (8,)).who == (1,)  # at once
 
 
 def test_nobody_is_asked_where_no_request_wants_drafts() -> None:
