@@ -116,8 +116,8 @@ def _num_parts(start, offset, BLOCK: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=PLACES)
 def _committed_parts(
-    q, keys, values, table, req_indices, starts, positions, padded_rows, tops, totals, mixed,
-    row_stride, head_stride, slot_stride, key_head_stride, table_stride,
+    q, keys, values, table, req_indices, starts, positions, flat_index, padded_rows,
+    tops, totals, mixed, row_stride, head_stride, slot_stride, key_head_stride, table_stride,
     scale, softcap, window, offset, bs, width, kv_heads, num_tiles, capacity,
     GROUP: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     BATCH: tl.constexpr, RAGGED: tl.constexpr, HAS_WINDOW: tl.constexpr,
@@ -127,7 +127,8 @@ def _committed_parts(
     """Sum up parts of the committed blocks, for all rows of their request.
 
     A task is (request, part, head, tile of rows). Tasks are dealt out to the programs in turn, so
-    the grid does not depend on lengths, which are read here.
+    the grid does not depend on lengths, which are read here. Tiles without a row are left out: few
+    requests have as many rows as the widest.
     """
     every = tl.arange(0, BATCH)  # read before the wait: lengths are older than this layer
     every_start = tl.load(starts + every, mask=every < bs, other=0)
@@ -153,7 +154,11 @@ def _committed_parts(
         low = start * 0
         if HAS_WINDOW:
             low = start + tl.minimum(offset, 0) - window + 1
-        if (last * per_part <= capacity) & (begin + PART > low):
+        is_taken = (last * per_part <= capacity) & (begin + PART > low)
+        if RAGGED:  # a place without a row has the first one
+            first_place = b * width + tile * ROWS // GROUP
+            is_taken &= tl.load(flat_index + tl.load(padded_rows + first_place)) == first_place
+        if is_taken:
             row = tile * ROWS + tl.arange(0, ROWS)
             node = row // GROUP
             is_row = node < width
@@ -519,16 +524,21 @@ class _Call:
         rows, out, bs = self.rows, self.out, len(self.rows.req_indices)
         kv_heads = self.keys.shape[1]
         dim = _padded_dim(self.dim)
-        tile, num_tiles = _tiles_of(rows.width * self.group, _most_rows(self.card, dim))
+        is_ragged = rows.flat_index is not None
+        tile, num_tiles = _tiles_of(
+            rows.width * self.group, _most_rows(self.card, dim), is_ragged=is_ragged
+        )
         capacity = len(workspace) // (tile * (dim + 2))
         tops, totals, mixed = workspace.split_with_sizes(
             [capacity * tile, capacity * tile, len(workspace) - 2 * capacity * tile]
         )
-        least = _LEAST_BATCH if rows.flat_index is None else self.most_requests
+        least = self.most_requests if is_ragged else _LEAST_BATCH
         batch = triton.next_power_of_2(max(least, bs))
-        _committed_parts[(programs,)](
+        # An odd number, so that each has its share of the tiles that have rows.
+        _committed_parts[(programs - is_ragged,)](
             self.q, self.keys, self.values, rows.table, rows.req_indices, rows.starts,
-            rows.positions, _given(rows.padded_rows, out), tops, totals, mixed,
+            rows.positions, _given(rows.flat_index, out), _given(rows.padded_rows, out),
+            tops, totals, mixed,
             *self.strides, *self.numbers, bs, rows.width, kv_heads, num_tiles, capacity,
             ROWS=tile, BATCH=batch, **_fitted(_PARTS[tile], self.card, tile, dim),
             **self.common,
@@ -588,10 +598,13 @@ class _Call:
         }  # fmt: skip
 
 
-def _tiles_of(num_rows: int, most_rows: int) -> tuple[int, int]:
+def _tiles_of(num_rows: int, most_rows: int, *, is_ragged: bool = False) -> tuple[int, int]:
     """Return the rows of a tile of ``_committed_parts`` and the number of tiles, for so many rows
-    of a request and key head."""
-    tile = min(max(_DOT_ROWS, triton.next_power_of_2(num_rows)), most_rows)
+    of a request and key head. If requests have differing numbers of rows there are two tiles at
+    least: most requests have none in the second, and a tile of half the rows takes two thirds of
+    the time."""
+    whole = triton.next_power_of_2(num_rows) // (1 + is_ragged)
+    tile = min(max(_DOT_ROWS, whole), most_rows)
     return tile, triton.cdiv(num_rows, tile)
 
 

@@ -152,6 +152,7 @@ MAKERS: dict[str, Callable[..., Pass]] = {
     "chains": lambda **of: make_pass((31, 100), (3, 3), (4, 1, 16), **of),
     "trees": lambda **of: make_pass((0, 63), (6, 6), (2, 1, 24), tree=True, **of),
     "ragged trees": lambda **of: make_pass((0, 64), (6, 2), (2, 2, 16), tree=True, **of),
+    "ragged chains": lambda **of: make_pass((300, 64, 40), (1, 8, 5), (3, 1, 16), **of),
     "ragged chunks": lambda **of: make_pass((0, 45), (18, 2), **of),
     "written again": lambda **of: make_pass((40, 33), (3, 3), offset=-3, **of),
     "sixteen heads a key head": lambda **of: make_pass((35,), (1,), (16, 1, 8), **of),
@@ -169,6 +170,18 @@ def test_attention_is_that_of_plain_loops(name: str, dtype: torch.dtype) -> None
     assert torch.equal(one.attend(parts=32 * 20 * 6), found), "the workspace is short"
     if "tree" not in name:
         assert torch.equal(one.attend(tiled_width=1), found), "in tiles"
+
+
+def test_tiles_without_a_row_are_left_out() -> None:
+    one = MAKERS["ragged chains"]()
+    attention = PagedAttention(DEVICE, 1 << 18)
+    attention._workspace.fill_(float("nan"))
+    attention(one.q, one.keys, one.values, one.rows, AttentionForm(SCALE))
+    committed = [start // kernels.BLOCK * kernels.BLOCK for start in (300, 64, 40)]
+    parts = [-(-end // kernels.PART) for end in committed]
+    tiles = parts[0] + 2 * parts[1] + parts[2]  # of 16 rows of 3 heads: five nodes and a third
+    written = int((~attention._workspace.isnan()).sum())
+    assert written == tiles * 16 * (16 + 2)
 
 
 @pytest.mark.parametrize("width", [1, 17])  # of one tile, and of two
