@@ -10,7 +10,7 @@ makes nodes free.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 import attrs
@@ -69,12 +69,14 @@ class Costs:
         drafters: [A, 5] as ``StepCosts.drafters``.
         ragged: as ``StepCosts.ragged``.
         filled: [A] the share of the nodes asked for that an algorithm drafts.
+        waiting: as in ``StepCosts``.
     """
 
     curve: Array
     drafters: Array
     ragged: float
     filled: Array
+    waiting: Sequence[int] = ()
 
     @classmethod
     def of(
@@ -96,7 +98,17 @@ class Costs:
             drafters = drafters.copy()
             drafters[:, 0] += starts[0]
             drafters[:, 2] += starts[1]
-        return cls(curve, drafters, costs.ragged, filled)
+        return cls(curve, drafters, costs.ragged, filled, costs.waiting)
+
+    def drafting(self, of_each: Array) -> Array:
+        """Return the seconds of drafting, given those of each algorithm, [A, …]."""
+        if not self.waiting:
+            summed: Array = of_each.sum(0)
+            return summed
+        waits = np.zeros(len(of_each), dtype=bool)
+        waits[list(self.waiting)] = True
+        longer: Array = np.maximum(of_each[waits].sum(0), of_each[~waits].sum(0))
+        return longer
 
 
 def plain_plan(bs: int, costs: Costs) -> Plan:
@@ -167,7 +179,7 @@ def _for_many(survival: Array, costs: Costs, rate: float) -> Plan | None:
     every = any_ * (most > 0) + request * requests + some * ((requests > 0) & (requests < bs))
     most = most[:, :, :, None]
     seconds = every[:, :, :, None] + depth[:, :, :, None] * np.minimum(most, limits)
-    total = seconds.sum(0).reshape(len(who), -1) + (node * nodes).sum(0)  # [S, W]
+    total = costs.drafting(seconds.reshape(nodes.shape) + node * nodes)  # [S, W]
     total += costs.curve[bs + np.ceil(nodes.sum(0)).astype(np.int64)]
     least = own.sum(0).min(1)[:, :, None]  # [S, T, 1]
     ragged = np.minimum(least, limits) != np.minimum(most.max(0), limits)
@@ -239,7 +251,7 @@ def _limits(deepest: int) -> Array:
 def _seconds(deep: Array, who: Array, allowed: list[int], costs: Costs) -> Array:
     """Return the seconds of plans [n, P] of depths, [P] float64."""
     bs, plans = deep.shape
-    seconds, nodes = np.zeros(plans), np.zeros(plans)
+    of_each, nodes = np.zeros((len(costs.drafters), plans)), np.zeros(plans)
     for a in allowed:
         mine = deep if len(allowed) == 1 and len(costs.drafters) == 1 else deep[who == a]
         if not len(mine):
@@ -248,8 +260,9 @@ def _seconds(deep: Array, who: Array, allowed: list[int], costs: Costs) -> Array
         drafted = mine.sum(0) * costs.filled[a]
         nodes += drafted
         requests = np.count_nonzero(mine, 0)
-        seconds += drafter[0] * (most > 0) + drafter[1] * most + drafter[3] * drafted
-        seconds += drafter[2] * requests + drafter[4] * ((requests > 0) & (requests < bs))
+        of_each[a] = drafter[0] * (most > 0) + drafter[1] * most + drafter[3] * drafted
+        of_each[a] += drafter[2] * requests + drafter[4] * ((requests > 0) & (requests < bs))
+    seconds = costs.drafting(of_each)
     seconds += costs.curve[bs + np.ceil(nodes).astype(np.int64)]
     seconds += costs.ragged * (deep.max(0) != deep.min(0))
     return seconds

@@ -250,7 +250,7 @@ class MeasuredChoice:
         text: Collection[int] = (),
     ) -> DraftPolicy:
         """Return the policy of the run. Those of ``text`` are declared to cost what looking text up
-        does."""
+        does, and wait for the host beside a device."""
         self._on_cpu = runtime.device.type == "cpu"
         self._names = names
         self._places = {name: place for place, name in enumerate(names)}
@@ -260,6 +260,7 @@ class MeasuredChoice:
             len(names),
             [declared.of_text() if a in text else declared for a in range(len(names))],
             padded=not self._on_cpu,
+            waiting=() if self._on_cpu else sorted(text),
             is_fixed=self._deterministic,
         )
         depth = min(_DEEPEST, max(2, *num_draft_tokens) - 1)

@@ -4,12 +4,14 @@ The target's time over rows is a curve with a knot at each size that passes are 
 which it is a line; nothing says that it is straight or bends one way (rows touch more experts; a
 product runs in tiles). A drafter's time is a sum: for drafting at all, for each depth (a pass), for
 each request and for each node, and for drafting for some of the requests alone: that takes many
-small launches, for which a fast device waits.
+small launches, for which a fast device waits. While the host looks text up, after what the step
+before has committed is known there, a device runs the other drafters' passes: of the two the longer
+one counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import attrs
 import numpy as np
@@ -119,6 +121,7 @@ class StepCosts:
         algorithms: A, how many can draft.
         declared: what is assumed at first; by algorithm what differs from the first one's.
         padded: whether the target's rows are padded to buckets, where there are recordings of them.
+        waiting: the algorithms that draft on the host, while a device drafts for the others.
         is_fixed: whether nothing is learned: what is declared stays, in its own unit.
     """
 
@@ -128,6 +131,7 @@ class StepCosts:
         declared: DeclaredCosts | Sequence[DeclaredCosts],
         *,
         padded: bool,
+        waiting: Collection[int] = (),
         is_fixed: bool = False,
     ) -> None:
         every = (
@@ -148,6 +152,7 @@ class StepCosts:
         self._filter = CostFilter(np.array(costs), np.array(scales), likeness, 1 + algorithms)
         self._is_fixed = is_fixed
         self._padded = padded
+        self.waiting = tuple(waiting)
         self.algorithms = algorithms
         self._rows_table = np.zeros((0, len(_KNOTS)))
         self._known = KnownCosts(-1, np.zeros(0), [], [])
@@ -211,8 +216,9 @@ class StepCosts:
             return
         self._learn(work, seconds - draft_seconds, 0, (True, False), whole)
         if draft_seconds > 0:
-            most = max(work.requests)
-            part = 1 + next(a for a, each in enumerate(work.requests) if each == most)
+            hidden = self._hidden(work)
+            shown = [a for a in range(self.algorithms) if a not in hidden]
+            part = 1 + max(shown, key=lambda a: work.requests[a])
             self._learn(work, draft_seconds, part, (False, True), whole)
 
     def _learn(
@@ -252,11 +258,28 @@ class StepCosts:
             total = known.curve.item(rows) + request * (work.bs - 1) + context * work.context * 1e-3
             total += ragged * work.ragged
         if drafting:
-            every = zip(known.drafters, work.depths, work.requests, work.nodes, strict=True)
-            for (any_, of_depth, request, node, some), depth, requests, nodes in every:
-                total += any_ * (requests > 0) + of_depth * depth
-                total += request * requests + node * nodes + some * (0 < requests < work.bs)
+            total += max(self._sides(work))
         return total
+
+    def _sides(self, work: StepWork) -> tuple[float, float]:
+        """Return the seconds of the drafters that wait, and those of the others; those of all and
+        0, if none waits."""
+        known, waiting, sides = self.known(1).drafters, self.waiting, [0.0, 0.0]
+        every = zip(known, work.depths, work.requests, work.nodes, strict=True)
+        for a, ((any_, of_depth, request, node, some), depth, requests, nodes) in enumerate(every):
+            own = any_ * (requests > 0) + of_depth * depth
+            own += request * requests + node * nodes + some * (0 < requests < work.bs)
+            sides[bool(waiting) and a not in waiting] += own
+        return sides[0], sides[1]
+
+    def _hidden(self, work: StepWork) -> Sequence[int]:
+        """Return the algorithms whose drafting takes no time, since that of others takes longer."""
+        waits, others = self._sides(work)
+        if not waits or not others:
+            return ()
+        if waits < others:
+            return self.waiting
+        return [a for a in range(self.algorithms) if a not in self.waiting]
 
     def known(self, most_rows: int) -> KnownCosts:
         """Return the costs as they are, with the curve up to ``most_rows`` at least."""
@@ -321,6 +344,8 @@ class StepCosts:
         of_drafters[:, 2] = work.requests
         of_drafters[:, 3] = work.nodes
         of_drafters[:, 4] = [0 < requests < work.bs for requests in work.requests]
+        if self.waiting:
+            of_drafters[list(self._hidden(work))] = 0.0
         return weights
 
     def _row_weights(self, most: int) -> Array:

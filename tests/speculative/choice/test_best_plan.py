@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
+import attrs
 import numpy as np
 import pytest
 
@@ -25,22 +26,36 @@ CURVES = {
 
 @pytest.mark.parametrize("curve", CURVES)
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("bs", [1, 3])
-def test_plan_is_near_the_best_of_all(curve: str, seed: int, bs: int) -> None:
+@pytest.mark.parametrize(("bs", "waiting"), [(1, ()), (3, ()), (3, (1,))])
+def test_plan_is_near_the_best_of_all(
+    curve: str, seed: int, bs: int, waiting: tuple[int, ...]
+) -> None:
     random = np.random.default_rng(seed)
     survival = np.cumprod(random.uniform(0.2, 1.0, (bs, 2, 3)), 2)
-    found = best_plan(survival, costs(CURVES[curve]), 1.0)
+    own = attrs.evolve(costs(CURVES[curve]), waiting=waiting)
+    found = best_plan(survival, own, 1.0)
     every = [(-1, 0), *product((0, 1), (1, 2, 3))]
     best = max(
         planned(
             np.array([who for who, _ in each]),
             np.array([depth for _, depth in each]),
             survival,
-            costs(CURVES[curve]),
+            own,
         ).rate
         for each in product(every, repeat=bs)
     )
     assert found.rate >= 0.95 * best
+
+
+def test_what_drafts_while_the_host_looks_text_up_takes_no_time() -> None:
+    who, depths, survival = np.array([0, 1, -1]), np.array([1, 1, 0]), np.full((3, 2, 1), 0.5)
+    summed = costs(CURVES["line"])
+    for text, model in ((0.5, 0.2), (0.2, 0.5)):
+        for waiting, drafting in (((), 0.7), ((1,), 0.5)):
+            drafters = np.array([[model, 0, 0, 0, 0], [text, 0, 0, 0, 0.0]])
+            own = attrs.evolve(summed, drafters=drafters, waiting=waiting)
+            found = planned(who, depths, survival, own)
+            assert found.seconds == pytest.approx(CURVES["line"][5] + drafting)
 
 
 def test_nothing_is_drafted_where_nothing_pays() -> None:

@@ -113,6 +113,23 @@ def test_draft_that_takes_less_is_learned_beside_steady_passes() -> None:
     assert drafting == pytest.approx(2e-4, rel=0.5)
 
 
+@pytest.mark.parametrize(("text", "model"), [(8e-4, 3e-4), (3e-4, 8e-4)])
+def test_drafting_beside_one_that_waits_is_learned_of_the_longer(text: float, model: float) -> None:
+    costs = StepCosts(2, GPU_COSTS, padded=True, waiting=(1,))
+    plain = attrs.evolve(work(16, bs=16), depths=(0, 0), requests=(0, 0), nodes=(0, 0))
+    model_alone = attrs.evolve(plain, depths=(1, 0), requests=(16, 0), nodes=(16, 0))
+    text_alone = attrs.evolve(plain, depths=(0, 4), requests=(0, 16), nodes=(0, 64))
+    both = attrs.evolve(plain, depths=(1, 4), requests=(4, 12), nodes=(4, 48))
+    times = {id(model_alone): model, id(text_alone): text, id(both): max(text, model)}
+    for _ in range(40):
+        for each in (model_alone, text_alone, both):
+            costs.observe(each, 5e-3 + times[id(each)], times[id(each)])
+    for each in (model_alone, text_alone, both):
+        assert costs.draft_seconds(each) == pytest.approx(times[id(each)], rel=0.15)
+    drafting = costs.seconds(both) - costs.seconds(plain)
+    assert drafting == pytest.approx(costs.draft_seconds(both))
+
+
 def test_times_as_expected_are_learned_from_seldom() -> None:
     """What is within the noise changes costs in one of eight steps; what is not, at once."""
     costs, random = StepCosts(1, CPU_COSTS, padded=False), np.random.default_rng(0)
