@@ -24,9 +24,11 @@ from specplug.speculative.layers import Attend, PagedAttend
 from specplug.speculative.runtime import AttentionPlan, Runtime
 from specplug.speculative.verify import CommittedOutput
 
-_MOST_SINGLE_ROWS = 256
-"""Rows of several steps up to which each is a request of its own for a recorded pass: a chunk's
-pass is launched kernel by kernel, which takes ten times as long. Each row reads its context."""
+_SINGLE_ROWS = 256
+"""Rows of several steps that each are a request of its own for a recorded pass: a chunk's pass is
+launched kernel by kernel, which takes ten times as long. Each row reads its context."""
+_MOST_SINGLE_ROWS = 4 * _SINGLE_ROWS
+"""Rows that are read so at most; of more the chunk's pass takes no longer."""
 
 
 class FeatureDrafter(Drafter):
@@ -103,7 +105,8 @@ class FeatureDrafter(Drafter):
         """Run the committed rows, of a prefill chunk or an accepted path, through the network and
         choose what follows the last of each. Where no draft follows, only write their keys."""
         if self._reads_single_rows(batch, output):
-            of_rows = self._read(*single_rows(batch, output))
+            read = [self._read(*each) for each in single_rows(batch, output, _SINGLE_ROWS)]
+            of_rows = {name: torch.cat([each[name] for each in read]) for name in read[0]}
             state = {name: rows[output.last_rows] for name, rows in of_rows.items()}
         else:
             state = self._read(batch, output)

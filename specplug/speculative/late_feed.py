@@ -257,13 +257,16 @@ def stand_ins(
             yield chunk, joined
 
 
-def single_rows(batch: Batch, output: CommittedOutput) -> tuple[Batch, CommittedOutput]:
-    """Return what several steps have for requests as if each row were a request of its own, in the
-    order of the rows: a decode step of so many requests, one row wide, whose passes are recorded.
+def single_rows(
+    batch: Batch, output: CommittedOutput, most: int
+) -> Iterator[tuple[Batch, CommittedOutput]]:
+    """Yield what several steps have for requests as if each row were a request of its own, in the
+    order of the rows: decode steps of so many requests, one row wide, whose passes are recorded.
     A row sees the keys of those before it, which are written first.
 
     Args:
         batch: of a chunk that ``LateFeed.take`` has yielded, R rows of all requests.
+        most: rows of a step.
     """
     device = batch.req_indices.device
     own, order = upload(
@@ -273,27 +276,35 @@ def single_rows(batch: Batch, output: CommittedOutput) -> tuple[Batch, Committed
         ],
         device,
     )
-    rows = torch.arange(len(own), device=device)
-    single = Batch(
-        mode=ForwardMode.DECODE,
-        requests=[
-            request
-            for request, width in zip(batch.requests, batch.chunk_widths, strict=True)
-            for _ in range(width)
-        ],
-        req_indices=batch.req_indices[own],
-        seq_lens=batch.seq_lens[own] + order,
-        greedy=batch.greedy,
-        drafts_follow=batch.drafts_follow,
-    )
-    return single, CommittedOutput(
-        next_tokens=output.next_tokens,
-        own_tokens=output.own_tokens,
-        per_node=output.per_node,
-        last_rows=rows,
-        accept_lens=torch.ones_like(rows),
-        bonus_tokens=output.next_tokens,
-    )
+    requests = [
+        request
+        for request, width in zip(batch.requests, batch.chunk_widths, strict=True)
+        for _ in range(width)
+    ]
+    req_indices, seq_lens = batch.req_indices[own], batch.seq_lens[own] + order
+    for begin in range(0, len(own), most):
+        some = slice(begin, begin + most)
+        tokens = output.next_tokens[some]
+        rows = torch.arange(len(tokens), device=device)
+        single = Batch(
+            mode=ForwardMode.DECODE,
+            requests=requests[some],
+            req_indices=req_indices[some],
+            seq_lens=seq_lens[some],
+            greedy=batch.greedy,
+            drafts_follow=batch.drafts_follow,
+        )
+        yield (
+            single,
+            CommittedOutput(
+                next_tokens=tokens,
+                own_tokens=output.own_tokens[some],
+                per_node={name: tensor[some] for name, tensor in output.per_node.items()},
+                last_rows=rows,
+                accept_lens=torch.ones_like(rows),
+                bonus_tokens=tokens,
+            ),
+        )
 
 
 def _stand_in_widths(longest: int) -> Iterator[int]:

@@ -152,6 +152,7 @@ def test_drafts_are_the_same_where_prompts_wait(
     assert sum(len(draft) > 1 for _, draft in late.drafts) > 10
 
 
+@pytest.mark.parametrize("most", [5, 256])
 @pytest.mark.parametrize(
     ("algorithm", "settings"),
     [
@@ -161,14 +162,17 @@ def test_drafts_are_the_same_where_prompts_wait(
     ],
 )
 def test_rows_read_as_requests_give_the_same_drafts(
-    algorithm: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    algorithm: str, settings: dict[str, Any], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As they are where passes are recorded, here as operations that are replayed."""
+    """As they are where passes are recorded, here as operations that are replayed: also if they
+    are more than one such pass takes."""
     read = Counter[int]()
 
-    def counted(batch: Batch, output: CommittedOutput) -> Any:
-        read[batch.size] += len(output.next_tokens)
-        return single_rows(batch, output)
+    def counted(batch: Batch, output: CommittedOutput, given: int) -> Any:
+        assert given == most
+        for single, rows in single_rows(batch, output, most):
+            read[single.size] += 1
+            yield single, rows
 
     def recorded(self: EngineRuntime, forward: Any) -> GraphRunner:
         padding = BatchPadding(length=lambda: self._kv.key_length)
@@ -176,6 +180,7 @@ def test_rows_read_as_requests_give_the_same_drafts(
 
     monkeypatch.setattr("specplug.debug.DEBUG", True)
     monkeypatch.setattr(feature_drafter, "single_rows", counted)
+    monkeypatch.setattr(feature_drafter, "_SINGLE_ROWS", most)
     joined, tokens = drafts(algorithm, **settings)
     assert not read
     monkeypatch.setattr(EngineRuntime, "draft_pass", recorded)
@@ -184,7 +189,8 @@ def test_rows_read_as_requests_give_the_same_drafts(
     single, expected = drafts(algorithm, **settings)
     assert tokens == expected
     assert joined.drafts == single.drafts
-    assert sum(read.values()) > 30
+    assert sum(size * count for size, count in read.items()) > 30
+    assert (max(read) > 5) == (most > 5)
 
 
 class Second(Turns):
