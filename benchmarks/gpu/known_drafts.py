@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,9 +25,7 @@ from specplug import (
     Defaults,
     Draft,
     DraftInput,
-    ForeseenDrafts,
     FutureMap,
-    RequestView,
     Runtime,
     hookimpl,
 )
@@ -201,67 +200,45 @@ STRETCH, COPIED_STRETCH = 32, 24
 class KnownNgram(Ngram):
     """NGRAM some of whose drafted tokens are replaced by wrong ones, as it foresees too. Of some
     texts it finds parts alone, as of one that copies and goes on by itself in turns. The
-    vocabulary's size must be even.
+    vocabulary's size must be even. What it does beside NGRAM is on the host, and little.
 
     Args:
         share: how many of the tokens are left as they are.
     """
 
     def __init__(self, share: float) -> None:
-        draw = torch.Generator().manual_seed(0)
-        self._wrong = (torch.rand(_POSITIONS, generator=draw) >= share).to(torch.int64)
-        self._on_device = self._wrong
+        draw = np.random.default_rng(0)
+        self._wrong = (draw.random(_POSITIONS) >= share).astype(np.int64)
 
     @hookimpl
     def create_worker(self, runtime: Runtime) -> Any:
         worker = super().create_worker(runtime)
-        look_up = worker._look_up
+        look_up, wrong = worker._look_up, self._wrong
 
-        def copied(request_ids: Sequence[str], rooms: Sequence[int], *rest: Any) -> Any:
-            read = [worker.requests.get(each) for each in request_ids]
-            own = [
-                min(room, 1 + _copied_after(each)) for room, each in zip(rooms, read, strict=True)
+        def known(request_ids: Sequence[str], rooms: Sequence[int], *rest: Any) -> Any:
+            requests = [worker.requests.get(each) for each in request_ids]
+            read = [0 if each is None else each.prompt_read + each.observed for each in requests]
+            found = [
+                1 + max(0, COPIED_STRETCH - place % STRETCH) if _is_partly(each) else _POSITIONS
+                for place, each in zip(read, requests, strict=True)
             ]
-            return look_up(request_ids, own, *rest)
+            own = [min(each) for each in zip(rooms, found, strict=True)]
+            drafts = look_up(request_ids, own, *rest)
+            tokens = drafts.tokens.numpy()[:, 1:]
+            places = np.array(read)[:, None] + np.arange(tokens.shape[1]) + 31 * tokens
+            tokens ^= wrong[places % _POSITIONS]  # for each text elsewhere
+            return drafts
 
-        worker._look_up = copied
+        worker._look_up = known
         return worker
 
-    @hookimpl
-    def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
-        draft = super().propose(runtime, batch, draft_input)
-        self._on_device = self._on_device.to(batch.seq_lens.device)
-        order = torch.arange(1, draft.width, device=batch.seq_lens.device)
-        nodes = draft.tokens[:, 1:]
-        nodes ^= self._on_device[_place(batch.seq_lens.unsqueeze(1) + order, nodes)]
-        return draft
 
-    @hookimpl
-    def foresee_drafts(
-        self, runtime: Runtime, requests: Sequence[RequestView]
-    ) -> ForeseenDrafts | None:
-        foreseen = super().foresee_drafts(runtime, requests)
-        if foreseen is not None:
-            first = torch.tensor(foreseen.known).unsqueeze(1)
-            order = torch.arange(foreseen.tokens.shape[1])
-            place = _place(first + order, foreseen.tokens)
-            foreseen.tokens.bitwise_xor_(self._wrong[place])
-        return foreseen
-
-
-def _place(positions: Tensor, tokens: Tensor) -> Tensor:
-    """Return where it is drawn whether tokens at these positions are left as they are: for each
-    text elsewhere."""
-    return (positions + 31 * tokens) % _POSITIONS
-
-
-def _copied_after(request: Any) -> int:
-    """Return how many of a request's next tokens are found, at most."""
-    _, tenant = ("", None) if request is None else request.owner or ("", None)
-    if not str(tenant).startswith(PARTLY):
-        return _POSITIONS
-    place = (request.prompt_read + request.observed) % STRETCH
-    return max(0, COPIED_STRETCH - place)
+def _is_partly(request: Any) -> bool:
+    """Return whether only parts of a request's text are found."""
+    if request is None or request.owner is None:
+        return False
+    tenant = request.owner[1]
+    return tenant is not None and tenant.startswith(PARTLY)
 
 
 class KnownEagle3(Eagle3):
