@@ -14,14 +14,18 @@ _NOISE = 0.08
 _TRUSTED_NOISE = 0.015
 """The same of one that is no outlier."""
 _LEAST_NOISE, _MOST_NOISE = 0.03, 0.3
+_MOST_PART_NOISE = 0.8
+"""The most of a part by itself, but the first: a device waits for a host that is late now and then,
+and how long counts as often as that is."""
 _DRIFT = 0.012
 """Share by which the whole machine may change in a step."""
 _OWN_DRIFT = 0.002
 """Share by which one cost may change beside the others in a step."""
 _CLIP = 2.0
 """Standard deviations from which on a step counts as an outlier, and tells no more."""
-_FAR = 4.0
-"""How many times as far off it tells nothing: a kernel was compiled, or the process stood still."""
+_FAR, _FAR_PART = 4.0, 12.0
+"""How many times as far off it tells nothing: a kernel was compiled, or the process stood still.
+The second is of a part by itself, but the first."""
 _STREAK = 3
 """Outliers to one side in a row that are none: the machine has changed."""
 _JUMP = 0.3
@@ -120,7 +124,8 @@ class CostFilter:
         if not trusted:
             most = _CLIP * variance**0.5
             is_change = self._count(missed, most, expected, weights, part)
-            if abs(missed) > _FAR * most and not is_change:
+            far = _FAR if part == 0 else _FAR_PART
+            if abs(missed) > far * most and not is_change:
                 return
             missed = min(max(missed, -most), most)
         gain = towards / variance
@@ -160,7 +165,7 @@ class CostFilter:
             whole: seconds of the whole step, beside which a difference may be nothing.
         """
         seen = self._seen[part] = self._seen[part] + 1
-        if seen < _ALL or seen % _OF == 0:
+        if seen < _ALL or seen % _OF == 0 or self._noise[part] > _MOST_NOISE:
             return True
         missed = abs(seconds - expected)
         return missed >= max(_AS_EXPECTED * self._noise[part] * expected, _NOTHING * whole)
@@ -181,9 +186,10 @@ class CostFilter:
     ) -> bool:
         """Learn how noisy times are; open up where several of a kind in a row are off to one side,
         and return whether they are."""
-        share = min(abs(missed) / expected, 0.5)
+        limit = _MOST_NOISE if part == 0 else _MOST_PART_NOISE
+        share = min(abs(missed) / expected, 1.6 * limit)
         noise = self._noise[part] + 0.03 * (1.25 * share - self._noise[part])
-        self._noise[part] = min(max(noise, _LEAST_NOISE), _MOST_NOISE)
+        self._noise[part] = min(max(noise, _LEAST_NOISE), limit)
         if abs(missed) <= most:
             self._streak[part] = 0
             return False

@@ -130,6 +130,16 @@ def test_drafting_beside_one_that_waits_is_learned_of_the_longer(text: float, mo
     assert drafting == pytest.approx(costs.draft_seconds(both))
 
 
+def test_drafts_that_take_long_now_and_then_cost_what_they_take_on_average() -> None:
+    """A device waits for a host that is late after each prefill, say."""
+    costs, random, found = StepCosts(1, GPU_COSTS, padded=True), np.random.default_rng(0), []
+    for step in range(400):
+        draft = (3.8e-3 if step % 5 == 0 else 1.4e-3) * np.exp(0.05 * random.standard_normal())
+        costs.observe(work(16, bs=4, depth=3), 5e-3 + draft, draft)
+        found.append(costs.draft_seconds(work(16, bs=4, depth=3)))
+    assert np.mean(found[200:]) == pytest.approx((3.8e-3 + 4 * 1.4e-3) / 5, rel=0.1)
+
+
 def test_times_as_expected_are_learned_from_seldom() -> None:
     """What is within the noise changes costs in one of eight steps; what is not, at once."""
     costs, random = StepCosts(1, CPU_COSTS, padded=False), np.random.default_rng(0)
