@@ -16,7 +16,7 @@ from itertools import combinations
 import attrs
 import numpy as np
 
-from specplug.speculative.choice.step_cost import StepCosts
+from specplug.speculative.choice.step_cost import SHOWN, StepCosts
 
 Array = np.ndarray
 
@@ -107,8 +107,9 @@ class Costs:
             return summed
         waits = np.zeros(len(of_each), dtype=bool)
         waits[list(self.waiting)] = True
-        longer: Array = np.maximum(of_each[waits].sum(0), of_each[~waits].sum(0))
-        return longer
+        sides = of_each[waits].sum(0), of_each[~waits].sum(0)
+        total: Array = np.maximum(*sides) + SHOWN * np.minimum(*sides)
+        return total
 
 
 def plain_plan(bs: int, costs: Costs) -> Plan:

@@ -6,7 +6,7 @@ product runs in tiles). A drafter's time is a sum: for drafting at all, for each
 each request and for each node, and for drafting for some of the requests alone: that takes many
 small launches, for which a fast device waits. While the host looks text up, after what the step
 before has committed is known there, a device runs the other drafters' passes: of the two the longer
-one counts.
+one counts, and a part of the other.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ _KNOTS = np.array([*row_buckets(MOST_ROWS), 768, 1024, 1536, 2048, 4096], dtype=
 _LOWER = np.concatenate([[0.0], _KNOTS[:-1]])
 _OF_DRAFTER = 5  # any, depth, requests, nodes, some
 _FIXED = len(_KNOTS) + 3  # and each request, context, raggedness
+SHOWN = 0.6
+"""How much of the shorter one of two counts where a device drafts while the host looks text up: the
+drafts are put together after both."""
 _LIKENESS = 0.8
 """How much a row costs alike in two neighbouring spans of the curve."""
 
@@ -258,7 +261,8 @@ class StepCosts:
             total = known.curve.item(rows) + request * (work.bs - 1) + context * work.context * 1e-3
             total += ragged * work.ragged
         if drafting:
-            total += max(self._sides(work))
+            shorter, longer = sorted(self._sides(work))
+            total += longer + SHOWN * shorter
         return total
 
     def _sides(self, work: StepWork) -> tuple[float, float]:
@@ -273,7 +277,7 @@ class StepCosts:
         return sides[0], sides[1]
 
     def _hidden(self, work: StepWork) -> Sequence[int]:
-        """Return the algorithms whose drafting takes no time, since that of others takes longer."""
+        """Return the algorithms whose drafting counts in part: that of others takes longer."""
         waits, others = self._sides(work)
         if not waits or not others:
             return ()
@@ -345,7 +349,7 @@ class StepCosts:
         of_drafters[:, 3] = work.nodes
         of_drafters[:, 4] = [0 < requests < work.bs for requests in work.requests]
         if self.waiting:
-            of_drafters[list(self._hidden(work))] = 0.0
+            of_drafters[list(self._hidden(work))] *= SHOWN
         return weights
 
     def _row_weights(self, most: int) -> Array:

@@ -114,13 +114,14 @@ def test_draft_that_takes_less_is_learned_beside_steady_passes() -> None:
 
 
 @pytest.mark.parametrize(("text", "model"), [(8e-4, 3e-4), (3e-4, 8e-4)])
-def test_drafting_beside_one_that_waits_is_learned_of_the_longer(text: float, model: float) -> None:
+def test_drafting_beside_one_that_waits_is_learned(text: float, model: float) -> None:
     costs = StepCosts(2, GPU_COSTS, padded=True, waiting=(1,))
     plain = attrs.evolve(work(16, bs=16), depths=(0, 0), requests=(0, 0), nodes=(0, 0))
     model_alone = attrs.evolve(plain, depths=(1, 0), requests=(16, 0), nodes=(16, 0))
     text_alone = attrs.evolve(plain, depths=(0, 4), requests=(0, 16), nodes=(0, 64))
     both = attrs.evolve(plain, depths=(1, 4), requests=(4, 12), nodes=(4, 48))
-    times = {id(model_alone): model, id(text_alone): text, id(both): max(text, model)}
+    together = max(text, model) + 0.6 * min(text, model)
+    times = {id(model_alone): model, id(text_alone): text, id(both): together}
     for _ in range(40):
         for each in (model_alone, text_alone, both):
             costs.observe(each, 5e-3 + times[id(each)], times[id(each)])
