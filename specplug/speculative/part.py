@@ -23,8 +23,9 @@ from specplug.speculative.draft_state import StateTensor
 from specplug.speculative.future_map import FutureMap, is_plain
 from specplug.speculative.graph_runner import PassRunner
 from specplug.speculative.hook_calls import HookCalls, parts_of
+from specplug.speculative.host_copy import upload
 from specplug.speculative.late_feed import MOST_ROWS, LateFeed, stand_ins
-from specplug.speculative.planned_drafts import evolved
+from specplug.speculative.planned_drafts import evolved, sub_batch
 from specplug.speculative.verify import OF_REQUESTS, CommittedOutput
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ _SHORT_PROMPT = 32
 _IDLE = 16
 """Decode steps without a draft of an algorithm after which it is fed short prompts late: of an 8B
 model EAGLE-3 takes 0.3 ms of 5 for one."""
+
+_BUSY_WITH_HOST = ("cpu",)
+"""Devices on which nothing runs while the host plans: there what has drafted is fed when it drafts
+again."""
 
 
 class PartHolder:
@@ -161,6 +166,8 @@ class Part:
         self._late: LateFeed | None = None
         self._is_fed = True
         self._idle = 0  # decode steps since it last drafted
+        self._drafted: frozenset[str] = frozenset()  # for whom it drafts in this step
+        self._feeds_ahead = runtime.device.type not in _BUSY_WITH_HOST
         self._warmed: set[int] = set()
 
     @property
@@ -197,6 +204,8 @@ class Part:
             output = _whole_copy(output)
         if self._late.add(batch, output):
             self._feed(batch, drafts_follow=False)
+        if not batch.is_prefill:
+            self._feed_ahead(batch)
         return DraftInput(bonus_tokens=target_output.bonus_tokens)
 
     def _waits(self, batch: Batch) -> bool:
@@ -214,6 +223,17 @@ class Part:
         assert self._late is not None
         for own, output in self._late.take(batch, drafts_follow=drafts_follow):
             self._feed_one(own, output, drafts_follow)
+
+    def _feed_ahead(self, batch: Batch) -> None:
+        """Feed it this step's requests for which it has drafted: mostly it goes on, and a device is
+        fed while the host plans the next step."""
+        drafted, self._drafted = self._drafted, frozenset()
+        places = [n for n, each in enumerate(batch.requests) if each.request_id in drafted]
+        if not places or not self._feeds_ahead:
+            return
+        if len(places) < batch.size:
+            batch = sub_batch(batch, places, upload(places, batch.req_indices.device))
+        self._feed(batch)
 
     def _feed_stand_ins(self, batch: Batch, output: CommittedOutput) -> None:
         """Feed it what may come late, in a warm-up: of a batch size long chunks only once."""
@@ -261,6 +281,7 @@ class Part:
         if self._late is None:
             given = self._of_part(draft_input)
         else:
+            self._drafted = frozenset([request.request_id for request in batch.requests])
             self._feed(batch)
             state = self._hooks.resolve(self.future_map, batch.req_indices.clone())[1].state
             given = DraftInput(bonus_tokens=roots.clone(), state=state)

@@ -25,7 +25,7 @@ from specplug import (
     hookimpl,
 )
 from specplug.engine.engine_runtime import EngineRuntime
-from specplug.speculative import feature_drafter, graph_recorder
+from specplug.speculative import feature_drafter, graph_recorder, part
 from specplug.speculative.graph_recorder import GraphRecorder
 from specplug.speculative.graph_runner import GraphRunner
 from specplug.speculative.hook_order import ForwardMode
@@ -95,6 +95,7 @@ def drafts(algorithm: str, params: Any = PARAMS, **settings: Any) -> tuple[Turns
     return turns, [output.token_ids for output in outputs]
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
     ("algorithm", "settings"),
     [
@@ -109,9 +110,12 @@ def drafts(algorithm: str, params: Any = PARAMS, **settings: Any) -> tuple[Turns
     ],
 )
 def test_drafts_are_those_of_one_fed_at_each_step(
-    algorithm: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    algorithm: str, settings: dict[str, Any], ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also if what has drafted is fed at the end of its step, as beside a device."""
     monkeypatch.setattr("specplug.debug.DEBUG", True)
+    if ahead:
+        monkeypatch.setattr(part, "_BUSY_WITH_HOST", ())
     late, tokens = drafts(algorithm, **settings)
     monkeypatch.setattr(Part, "feed_late", lambda self, name: iter(()))
     fed, expected = drafts(algorithm, **settings)

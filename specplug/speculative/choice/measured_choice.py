@@ -276,8 +276,11 @@ class MeasuredChoice:
         return None
 
     def _draft_seconds(self, report: StepReport) -> float:
-        """Return the time of drafting, by the clock that takes the step's time."""
-        return report.draft_seconds if self._on_cpu else report.seconds.get("propose", 0.0)
+        """Return the time of drafting, by the clock that takes the step's time. A device feeds what
+        has drafted at the end of its step."""
+        if self._on_cpu:
+            return report.draft_seconds
+        return sum(report.seconds.get(part, 0.0) for part in ("propose", "extend"))
 
     def _seconds(self, report: StepReport) -> float | None:
         """Return the time of a step; None if it did not only decode, or is cold."""
