@@ -148,17 +148,21 @@ def propose_planned(batch: Batch, draft_input: DraftInput, proposers: Sequence[P
         draft_input: of all its requests, with the states of all proposers.
     """
     who = batch.drafters or (0,) * batch.size
-    made = []
+    roots, parts = draft_input.bonus_tokens, []
     for index, proposer in sorted(enumerate(proposers), key=lambda each: each[1].waits):
         places = [place for place, drafter in enumerate(who) if drafter == index]
+        if places and len(places) == batch.size:
+            return proposer.propose(evolved(batch, drafters=()), draft_input)
         if places:
-            part, given = batch, draft_input
-            if len(places) < batch.size:
-                rows = upload(places, batch.req_indices.device)
-                part = sub_batch(batch, places, rows)
-                given = _sub_input(draft_input, rows, proposer.owns)
-            made.append((places, proposer.propose(evolved(part, drafters=()), given)))
-    return put_together(draft_input.bonus_tokens, made)
+            rows = upload(places, roots.device)
+            given = _sub_input(draft_input, rows, proposer.owns)
+            parts.append((proposer, sub_batch(batch, places, rows), given, places, rows))
+    # All that can be made before anybody waits is: a device waits too then.
+    made = [
+        (places, rows, proposer.propose(evolved(part, drafters=()), given))
+        for proposer, part, given, places, rows in parts
+    ]
+    return put_together(roots, made)
 
 
 def evolved(batch: Batch, **changes: Any) -> Batch:
@@ -207,7 +211,7 @@ def _sub_input(draft_input: DraftInput, rows: Tensor, owns: Callable[[str], bool
     return DraftInput(bonus_tokens=draft_input.bonus_tokens[rows], state=state)
 
 
-def put_together(roots: Tensor, made: Sequence[tuple[Sequence[int], Draft]]) -> Draft:
+def put_together(roots: Tensor, made: Sequence[tuple[Sequence[int], Tensor, Draft]]) -> Draft:
     """Return the drafts of a batch, given those of some of its requests; the rest has the root
     alone.
 
@@ -215,12 +219,11 @@ def put_together(roots: Tensor, made: Sequence[tuple[Sequence[int], Draft]]) -> 
 
     Args:
         roots: [bs] int64.
-        made: drafts, and the places of their requests in the batch; each place once at most.
+        made: the places of requests in the batch, each place once at most, the same on the device,
+            [n] int64, and their drafts.
     """
     bs = len(roots)
-    if len(made) == 1 and len(made[0][0]) == bs:
-        return made[0][1]
-    drafts = [draft for _, draft in made]
+    drafts = [draft for _, _, draft in made]
     width = max((draft.width for draft in drafts), default=1)
     if width == 1:
         return Draft.chain(roots.unsqueeze(1))
@@ -233,8 +236,8 @@ def put_together(roots: Tensor, made: Sequence[tuple[Sequence[int], Draft]]) -> 
     if not all(draft.is_chain for draft in drafts):
         parents = roots.new_zeros(bs, width)  # of nodes that do not count, too
         parents[:, 0] = -1
-    for places, draft in made:
-        own, rows = draft.width, upload(places, roots.device)
+    for places, rows, draft in made:
+        own = draft.width
         tokens[:, :own].index_copy_(0, rows, draft.tokens)
         if scores is not None and draft.scores is not None:
             scores[:, :own].index_copy_(0, rows, draft.scores)
