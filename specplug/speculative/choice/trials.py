@@ -20,7 +20,7 @@ Late = Callable[[Plan], float]
 
 TRIED = "to hear of what was not tried for long"
 TRIED_PLAIN = "to see what a step without drafts takes"
-_PRICE = 0.01
+_PRICE = 0.007
 """Share of the tokens that trials may cost."""
 _TURN_PRICE = 0.006
 """The same where a turn drafts for all or for none."""
