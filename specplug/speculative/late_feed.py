@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import attrs
 import torch
@@ -336,17 +336,19 @@ def _path(batch: Batch, step: _Step, places: Sequence[int]) -> tuple[Batch, Comm
     )
     if list(places) == list(range(len(step.request_ids))):
         return own, output
-    device = step.seq_lens.device
-    picked = upload(places, device)
+    count = len(places)
+    of_requests = [range(place * columns, (place + 1) * columns) for place in places]
+    before = range(-1, count * columns - 1, columns)  # the first row of each
+    # In one copy: a launch takes a host longer than a device.
+    index = upload([*places, *chain.from_iterable(of_requests), *before], step.seq_lens.device)
+    picked, rows, before_rows = torch.split(index, [count, count * columns, count])
     own.seq_lens = step.seq_lens[picked]
-    order = torch.arange(columns, device=device)
-    rows = (picked.unsqueeze(1) * columns + order).view(-1)
     accept_lens = output.accept_lens[picked]
     return own, CommittedOutput(
         next_tokens=output.next_tokens[rows],
         own_tokens=output.own_tokens[rows],
         per_node={name: tensor[rows] for name, tensor in output.per_node.items()},
-        last_rows=torch.arange(len(places), device=device) * columns + accept_lens - 1,
+        last_rows=before_rows + accept_lens,
         accept_lens=accept_lens,
         bonus_tokens=output.bonus_tokens[picked],
     )
