@@ -47,7 +47,7 @@ def test_plan_is_near_the_best_of_all(
     assert found.rate >= 0.95 * best
 
 
-def test_what_drafts_while_the_host_looks_text_up_counts_in_part() -> None:
+def test_what_drafts_beside_a_look_up_counts_in_part() -> None:
     who, depths, survival = np.array([0, 1, -1]), np.array([1, 1, 0]), np.full((3, 2, 1), 0.5)
     summed = costs(CURVES["line"])
     for text, model in ((0.5, 0.2), (0.2, 0.5)):

@@ -131,7 +131,7 @@ def test_drafting_beside_one_that_waits_is_learned(text: float, model: float) ->
     assert drafting == pytest.approx(costs.draft_seconds(both))
 
 
-def test_drafts_that_take_long_now_and_then_cost_what_they_take_on_average() -> None:
+def test_drafts_late_now_and_then_cost_their_average() -> None:
     """A device waits for a host that is late after each prefill, say."""
     costs, random, found = StepCosts(1, GPU_COSTS, padded=True), np.random.default_rng(0), []
     for step in range(400):
