@@ -206,23 +206,23 @@ class Second(Turns):
         return DraftPlan(who=who, most_nodes=choices.most_nodes)
 
 
-def test_prompts_that_were_not_fed_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run() -> tuple[list[Any], list[int]]:
-        turns, given = Turns(), {**SMALL, "page_size": 4}
-        with LLM(speculative_algorithm="NGRAM,EAGLE3", extensions=[turns], **given) as llm:
-            params = SamplingParams(max_tokens=1, ignore_eos=True)
-            cached = [llm.generate([TEXT], params)[0].num_cached_tokens for _ in range(2)]
-            llm.generate([TEXT], SamplingParams(max_tokens=70, ignore_eos=True))
-            llm.check_pool()
-            return turns.drafts, cached
-
-    monkeypatch.setattr("specplug.speculative.part._IDLE", 0)
-    late, (_, shared) = run()
-    assert shared == 0
-    monkeypatch.setattr("specplug.speculative.part._IDLE", 16)
-    fed, (_, shared) = run()
-    assert shared > 4
-    assert late == fed
+@pytest.mark.parametrize(("idle", "is_shared"), [(0, False), (1 << 30, True)])
+def test_prompts_that_were_not_fed_are_not_shared(
+    idle: int, is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither while their request runs, nor afterwards."""
+    monkeypatch.setattr("specplug.speculative.part._IDLE", idle)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    with LLM(speculative_algorithm="NGRAM,EAGLE3", **{**SMALL, "page_size": 4}) as llm:
+        requests = [llm.prepare(TEXT, params)[0] for _ in range(3)]
+        for request in requests:
+            llm.submit(request)
+            for _ in range(4 if request is requests[0] else 60):
+                llm.engine.step()
+        llm.check_pool()
+        cached = [request.num_cached for request in requests]
+    assert cached[0] == 0
+    assert [count > 4 for count in cached[1:]] == [is_shared] * 2
 
 
 def test_pages_that_were_not_fed_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
