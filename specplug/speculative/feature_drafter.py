@@ -106,7 +106,9 @@ class FeatureDrafter(Drafter):
         choose what follows the last of each. Where no draft follows, only write their keys."""
         if self._reads_single_rows(batch, output):
             read = [self._read(*each) for each in single_rows(batch, output, _SINGLE_ROWS)]
-            of_rows = {name: torch.cat([each[name] for each in read]) for name in read[0]}
+            of_rows = read[0]
+            if len(read) > 1:
+                of_rows = {name: torch.cat([each[name] for each in read]) for name in of_rows}
             state = {name: rows[output.last_rows] for name, rows in of_rows.items()}
         else:
             state = self._read(batch, output)

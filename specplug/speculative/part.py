@@ -166,7 +166,7 @@ class Part:
         self._late: LateFeed | None = None
         self._is_fed = True
         self._idle = 0  # decode steps since it last drafted
-        self._drafted: frozenset[str] = frozenset()  # for whom it drafts in this step
+        self._drafted: frozenset[str] = frozenset()  # whom it drafts for, if it is fed ahead
         self._feeds_ahead = runtime.device.type not in _BUSY_WITH_HOST
         self._warmed: set[int] = set()
 
@@ -227,9 +227,11 @@ class Part:
     def _feed_ahead(self, batch: Batch) -> None:
         """Feed it this step's requests for which it has drafted: mostly it goes on, and a device is
         fed while the host plans the next step."""
+        if not self._drafted:
+            return
         drafted, self._drafted = self._drafted, frozenset()
         places = [n for n, each in enumerate(batch.requests) if each.request_id in drafted]
-        if not places or not self._feeds_ahead:
+        if not places:
             return
         if len(places) < batch.size:
             batch = sub_batch(batch, places, upload(places, batch.req_indices.device))
@@ -281,7 +283,8 @@ class Part:
         if self._late is None:
             given = self._of_part(draft_input)
         else:
-            self._drafted = frozenset([request.request_id for request in batch.requests])
+            if self._feeds_ahead:
+                self._drafted = frozenset([request.request_id for request in batch.requests])
             self._feed(batch)
             state = self._hooks.resolve(self.future_map, batch.req_indices.clone())[1].state
             given = DraftInput(bonus_tokens=roots.clone(), state=state)

@@ -278,6 +278,8 @@ class StepCosts:
 
     def _hidden(self, work: StepWork) -> Sequence[int]:
         """Return the algorithms whose drafting counts in part: that of others takes longer."""
+        if not self.waiting:
+            return ()
         waits, others = self._sides(work)
         if not waits or not others:
             return ()
@@ -348,8 +350,8 @@ class StepCosts:
         of_drafters[:, 2] = work.requests
         of_drafters[:, 3] = work.nodes
         of_drafters[:, 4] = [0 < requests < work.bs for requests in work.requests]
-        if self.waiting:
-            of_drafters[list(self._hidden(work))] *= SHOWN
+        for a in self._hidden(work):
+            of_drafters[a] *= SHOWN
         return weights
 
     def _row_weights(self, most: int) -> Array:
