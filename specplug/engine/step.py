@@ -291,9 +291,11 @@ class StepRunner:
         if self._order.core_verifies and not rows.group.needs & (Needs.GRAMMAR | Needs.OUTPUTS):
             # Recorded at its first call; replays of it run nothing of this in Python.
             def commit(draft: Draft, plan: PagedPlan, passed: PassOutput) -> Committed:
+                draft.depth = min(draft.depth, self._order.deepest)  # forms have wider ones
                 return self._verify_nodes(rows.padded(draft, plan), passed)
 
-            key = rows.group.needs, self.sampler.form
+            has_scores = rows.drafted.draft.scores is not None
+            key = rows.group.needs, self.sampler.form, has_scores
             found = self.runner.run_epilogue(key, commit)
             if found is not None:
                 return found

@@ -264,7 +264,7 @@ class NodeRows:
     @property
     def part(self) -> PassPart:
         """Their part of the target's pass: the logits of all rows are wanted."""
-        return PassPart(self.drafted.tokens, self.plan, draft=self.drafted.draft)
+        return PassPart(self.drafted.draft, self.plan)
 
     def padded(self, draft: Draft, plan: PagedPlan) -> Self:
         """Return them in the tensors of a recorded pass, for which the batch is padded.

@@ -123,6 +123,7 @@ def _verify_drafts(
         wrong |= tl.load(predict + offset + node, mask=node < count, other=-1) < 0
     if parents is None:
         length = tl.min(tl.where(wrong & inside & (node > 0), node, width), 0).to(tl.int64)
+        length = tl.minimum(length, columns)
         last = length - 1
         local = tl.where(column < length, column, -1)
     else:
@@ -140,7 +141,8 @@ def _verify_drafts(
         local = tl.max(tl.where(here, node[None, :], -1), 1)
     # Columns after the path repeat the root.
     used = column < columns
-    row = offset + tl.maximum(local, 0)
+    # Padding of a recorded pass may have requests without a node, after the last row.
+    row = tl.minimum(offset + tl.maximum(local, 0), total - 1)
     place = paths + request * columns + column
     plane = bs.to(tl.int64) * columns
     tl.store(place, tl.where(local >= 0, row, -1), mask=used)

@@ -22,7 +22,7 @@ from specplug.speculative.draft import Draft
 from specplug.speculative.graph_recorder import GraphRecorder
 from specplug.speculative.graph_runner import GraphRunner
 from specplug.speculative.paged_plan import JoinedPlan, PagedPlan
-from specplug.speculative.pass_arguments import BatchPadding
+from specplug.speculative.pass_arguments import BatchPadding, apart
 
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")
@@ -32,6 +32,8 @@ _DENSE_ROWS = 16
 """A product of fewer rows costs as much: drafts of differing widths are not packed then."""
 _MOST_FORMS = 160
 """The most forms of padded passes that are recorded."""
+_LARGE = 1 << 20
+"""Bytes of a tensor from which on it is not kept for each form."""
 
 
 @attrs.frozen(eq=False)
@@ -39,17 +41,25 @@ class PassPart:
     """A part of a pass: its prefill's chunks, or its decode step's nodes.
 
     Attributes:
-        tokens: [R] int64.
+        given: [R] int64, the tokens of chunks; of nodes their draft.
         plan: their positions and what they see, from the committed lengths on.
         last_rows: [bs] int64, of chunks the last row of each, whose logits alone are wanted; None:
             those of all rows.
-        draft: whose nodes they are; None: they are chunks, or not those of one width.
     """
 
-    tokens: Tensor
+    given: Tensor | Draft
     plan: PagedPlan
     last_rows: Tensor | None = None
-    draft: Draft | None = None
+
+    @property
+    def draft(self) -> Draft | None:
+        """Whose nodes they are; None: they are chunks."""
+        return self.given if isinstance(self.given, Draft) else None
+
+    @property
+    def tokens(self) -> Tensor:
+        """[R] int64."""
+        return self.given.flat_tokens if isinstance(self.given, Draft) else self.given
 
 
 class ModelRunner:
@@ -97,6 +107,7 @@ class ModelRunner:
             most_buckets=_MOST_FORMS,
             warms_up=False,
             waits=self._ranks is not None,
+            has_epilogue=self._ranks is None,
         )
         self.forms = RecordedForms(self.padded_pass)
 
@@ -136,11 +147,13 @@ class ModelRunner:
         if form is not None:
             assert self.padded_pass is not None
             found: list[PassOutput | None] = self.padded_pass(form, prefill, decode, like)
+            if form.prefill is None and decode is not None and decode.plan.mask is None:
+                self._verified = self.padded_pass
             return found
         if prefill is not None:
             return self._run_chunks(prefill, decode, points)
         if decode is None:
-            decode = PassPart(like.req_indices, like, draft=Draft.chain(like.starts.unsqueeze(1)))
+            decode = PassPart(Draft.chain(like.starts.unsqueeze(1)), like)
         return None, self._run_nodes(decode, points)
 
     def _run_chunks(
@@ -188,7 +201,7 @@ class ModelRunner:
     def run_epilogue(
         self, key: Hashable, epilogue: Callable[[Draft, PagedPlan, PassOutput], Result]
     ) -> Result | None:
-        """Run what follows a pass over nodes of equal widths, recorded with it.
+        """Run what follows a pass over nodes of equal widths, or over chains, recorded with it.
 
         Args:
             key: stands for ``epilogue``: of equal keys the same is recorded.
@@ -200,8 +213,14 @@ class ModelRunner:
             another one has begun since; then nothing is run.
         """
         found: Result | None = None
-        if self._verified is not None:
-            found = self._verified.run_epilogue(key, epilogue)
+        if self._verified is None:
+            return None
+
+        def run(draft: Draft, plan: PagedPlan, passed: PassOutput) -> Result:
+            return self._kept_large(epilogue(draft, plan, passed))
+
+        shared = self._verified is self.padded_pass
+        found = self._verified.run_epilogue(key, run if shared else epilogue)
         return found
 
     def close(self) -> None:
@@ -281,6 +300,19 @@ class ModelRunner:
         logits, captured, kept = self.target.forward(token_ids, plan, logits_rows, points)
         (logits,) = self._buffered({_LOGITS: logits}).values()
         return logits, self._buffered(captured), self._buffered(kept)
+
+    def _kept_large(self, output: Result) -> Result:
+        """Return an output whose large tensors stand in buffers that the forms of passes share."""
+        tensors, remake = apart(output)
+        large = {
+            (place, tensor.dtype, tensor.shape[1:]): tensor
+            for place, tensor in enumerate(tensors)
+            if tensor.nbytes > _LARGE
+        }
+        shared = self._buffered(large)
+        kept = (shared.get((n, t.dtype, t.shape[1:]), t) for n, t in enumerate(tensors))
+        made: Result = remake(kept)
+        return made
 
     def _buffered(self, tensors: dict[Key, Tensor]) -> dict[Key, Tensor]:
         """Copy tensors of leading size R to the buffers of their names."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Hashable
+from copy import copy
 from functools import partial
 from itertools import accumulate, zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,8 +14,10 @@ import torch
 from torch import Tensor
 
 from specplug.model.pass_form import NOTHING, PartForm, PartSize, PassForm, PassSize
+from specplug.speculative.draft import Draft
 from specplug.speculative.padding import Padding
 from specplug.speculative.paged_plan import JoinedPlan, PagedPlan, RequestSlots
+from specplug.speculative.pass_arguments import apart, cut_requests
 
 if TYPE_CHECKING:
     from specplug.model.model_runner import PassPart
@@ -68,7 +71,6 @@ class FormInputs:
 
     def __init__(self, form: PassForm, device: torch.device) -> None:
         self._form = form
-        self._tokens = torch.zeros(form.rows, dtype=torch.int64, device=device)
         sizes = [size for part in form.parts for size in (part.rows, part.bs * part.width)]
         if form.prefill is not None:
             sizes.append(form.prefill.bs + form.rows - form.prefill.rows)
@@ -77,9 +79,8 @@ class FormInputs:
         places = list(torch.split(self._index, sizes))
         # The last row of each chunk and all nodes; 0, all rows, if there are no chunks.
         self._logits_rows: Tensor | int = 0 if form.prefill is None else places.pop()
-        tokens = torch.split(self._tokens, [part.rows for part in form.parts])
         self._parts = [
-            _PartInputs(part, tokens[i], places[2 * i], places[2 * i + 1])
+            _PartInputs(part, part is form.decode, places[2 * i], places[2 * i + 1])
             for i, part in enumerate(form.parts)
         ]
         self._widths: list[tuple[int, ...] | None] | None = None
@@ -123,7 +124,20 @@ class FormInputs:
         """Return the arguments of the pass."""
         plans = [part.plan(*self._slots) for part in self._parts]
         plan = plans[0] if len(plans) == 1 else JoinedPlan((plans[0], plans[1]))
-        return self._tokens, plan, self._logits_rows, self._form.kinds
+        tokens = [part.flat_tokens() for part in self._parts]
+        joined = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
+        return joined, plan, self._logits_rows, self._form.kinds
+
+    def epilogue_arguments(self, arguments: tuple[Any, ...]) -> tuple[Draft, PagedPlan]:
+        """Return the draft of a pass over chains alone, and its plan."""
+        (part,) = self._parts
+        return part.draft(), copy(arguments[1])
+
+    def epilogue_cutter(self, output: Any) -> Callable[[], Any]:
+        """Return what cuts what followed a pass over chains alone to the requests."""
+        (part,) = self._parts
+        parts = apart(output)
+        return lambda: cut_requests(*parts, part.bs, part.size)
 
     def cutter(self, output: PassOutput) -> Callable[[], list[PassOutput | None]]:
         """Return what cuts a padded output to what each part wants: its logits, and what was
@@ -154,7 +168,7 @@ class _PartInputs:
 
     Args:
         form: of the part.
-        tokens: [R] int64 of the pass's.
+        of_nodes: whether its rows are nodes, whose tokens stand as in their draft.
         flat_index, padded_rows: [R] and [B * Q] int64, as ``Padding`` has them.
 
     Attributes:
@@ -165,17 +179,22 @@ class _PartInputs:
     """
 
     def __init__(
-        self, form: PartForm, tokens: Tensor, flat_index: Tensor, padded_rows: Tensor
+        self, form: PartForm, of_nodes: bool, flat_index: Tensor, padded_rows: Tensor
     ) -> None:
         self._form = form
         self._flat_index = flat_index
         self._padded_rows = padded_rows
         self.widths: tuple[int, ...] | None = ()
         self.num_rows = self.num_logits = 0
-        device = tokens.device
+        device = flat_index.device
         req_indices, starts = torch.zeros(2, form.bs, dtype=torch.int64, device=device)
+        shape = (form.bs, form.width) if of_nodes else (form.rows,)
+        tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self._kept = tokens, req_indices, starts
         self._filled = [0, 0, 0]  # of each
+        self._of_nodes = of_nodes
+        self._scores: Tensor | None = None  # as in a draft, from the first one that has some on
+        self._has_scores = False
         self._masked: tuple[Tensor, Tensor] | None = None
         if form.masked:
             self._masked = (
@@ -189,19 +208,64 @@ class _PartInputs:
         given: tuple[Tensor, ...] = ()
         self.widths, self.num_rows, self.num_logits = (), 0, 0
         if part is not None:
-            plan = part.plan
-            given = part.tokens, plan.req_indices, plan.starts
+            plan, draft = part.plan, part.draft
+            given = part.tokens if draft is None else draft.tokens, plan.req_indices, plan.starts
             self.widths, self.num_rows = plan.widths, plan.num_rows
             self.num_logits = plan.num_rows if part.last_rows is None else plan.bs
             if self._masked is not None:
                 self._fill_mask(plan, *self._masked)
+            else:
+                self._fill_scores(draft)
+        targets, rests = [], []
         for i, (kept, tensor) in enumerate(zip_longest(self._kept, given)):
             old, new = self._filled[i], 0 if tensor is None else len(tensor)
             self._filled[i] = new
             if new:
-                kept[:new].copy_(tensor)
+                # Narrower nodes leave what is not read after them.
+                targets.append(kept[:new] if tensor.dim() == 1 else kept[:new, : tensor.shape[1]])
             if old > new:
-                kept[new:old].zero_()
+                rests.append(kept[new:old])
+        if targets:
+            torch._foreach_copy_(targets, given)
+        if rests:
+            torch._foreach_zero_(rests)
+
+    def _fill_scores(self, draft: Draft | None) -> None:
+        scores = None if draft is None else draft.scores
+        self._has_scores = scores is not None
+        if scores is None:
+            return
+        if self._scores is None:
+            shape = self._form.bs, self._form.width
+            self._scores = torch.zeros(shape, dtype=torch.float32, device=scores.device)
+        self._scores[: len(scores), : scores.shape[1]].copy_(scores)
+
+    @property
+    def bs(self) -> int:
+        """Requests of the last pass."""
+        return self._filled[1]
+
+    @property
+    def size(self) -> int:
+        """B, the requests that there is room for."""
+        return self._form.bs
+
+    def flat_tokens(self) -> Tensor:
+        """Return the tokens of all R rows."""
+        tokens = self._kept[0]
+        return tokens.view(-1)[self._flat_index] if self._of_nodes else tokens
+
+    def draft(self) -> Draft:
+        """Return the chains of the last pass; what follows them in the rows is padding."""
+        draft = Draft(
+            tokens=self._kept[0],
+            parents=None,
+            widths=None,
+            depth=self._form.width - 1,
+            scores=self._scores if self._has_scores else None,
+        )
+        draft.places = self._flat_index
+        return draft
 
     def place_rows(self, plan: PagedPlan) -> None:
         """Write where the rows of a plan stand whose widths are known on the device alone: those of
@@ -234,7 +298,7 @@ class _PartInputs:
             length=length,
             given_positions=positions,
             mask=mask,
-            padding=Padding(widths, self._flat_index, self._padded_rows),
+            padding=Padding.made(widths, self._flat_index, self._padded_rows),
         )
 
 

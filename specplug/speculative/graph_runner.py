@@ -9,7 +9,6 @@ have one width, to a ``PassForm`` if their widths differ. ``GraphRecorder`` make
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from copy import copy
 from typing import Any, Protocol
 
 import attrs
@@ -32,6 +31,12 @@ class PassInputs(Protocol):
 
     def cutter(self, output: Any) -> Callable[[], Any]:
         """Return what cuts the padding off ``output``, whose tensors each replay writes anew."""
+
+    def epilogue_arguments(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments of what follows a pass, given those of the pass: made anew too."""
+
+    def epilogue_cutter(self, output: Any) -> Callable[[], Any]:
+        """Return what cuts the padding off the output of what follows a pass."""
 
 
 class GivenPass(Protocol):
@@ -86,14 +91,14 @@ class _Bucket:
         arguments: of the recording, with all that it has computed of them; none if no epilogue
             needs them.
         cut: cuts its output; None until it is replayed.
-        epilogues: what is replayed after it, and what cuts the output of that.
+        epilogues: what is replayed after it, and what cuts the output of that, as ``cut``.
     """
 
     inputs: PassInputs
     recorded: Recorded | None = None
     arguments: tuple[Any, ...] = ()
     cut: Callable[[], Any] | None = None
-    epilogues: dict[Hashable, tuple[Recorded, Callable[[], Any]]] = attrs.field(factory=dict)
+    epilogues: dict[Hashable, tuple[Recorded, Callable[[], Any] | None]] = attrs.field(factory=dict)
 
 
 class GraphRunner(PassRunner):
@@ -184,18 +189,16 @@ class GraphRunner(PassRunner):
 
     def _record(self, bucket: _Bucket, given: Any) -> Recorded | None:
         """Record the pass over a bucket's inputs. None if that fails; it is not tried again."""
-        arguments: tuple[Any, ...] = ()
 
         def run() -> Any:
-            nonlocal arguments
             arguments = bucket.inputs.arguments(given)
+            bucket.arguments = arguments if self._has_epilogue else ()
             return self._forward(*arguments)
 
         bucket.recorded = self.recorder.record(run, warms_up=self._warms_up)
         if bucket.recorded is not None:
             self.num_recordings += 1
             self.recorded.append(given.bucket)
-            bucket.arguments = arguments if self._has_epilogue else ()
         return bucket.recorded
 
     def run_epilogue(self, key: Hashable, epilogue: Callable[..., Any]) -> Any:
@@ -206,8 +209,9 @@ class GraphRunner(PassRunner):
 
         Args:
             key: stands for ``epilogue``: of equal keys the same is recorded.
-            epilogue: takes the arguments of the pass and its output, in tensors that may be padded
-                and are the same in every replay, and returns what the pass may return.
+            epilogue: takes the arguments that the pass's inputs give it and the pass's output, in
+                tensors that may be padded and are the same in every replay, and returns what the
+                pass may return.
 
         Returns:
             None if the last pass was not replayed; then nothing is run.
@@ -217,21 +221,24 @@ class GraphRunner(PassRunner):
             return None
         if key in last.epilogues:
             recorded, cut = last.epilogues[key]
-            recorded.replay()
+            output = recorded.replay()
+            if cut is None:
+                cut = last.inputs.epilogue_cutter(output)
+                last.epilogues[key] = recorded, cut
             return cut()
 
         def run() -> Any:
-            # Copies: what this computes of them is its own, and not there for the next run.
             assert last.recorded is not None
-            return epilogue(*map(copy, last.arguments), last.recorded.output)
+            own = last.inputs.epilogue_arguments(last.arguments)
+            return epilogue(*own, last.recorded.output)
 
         output = run()
         if len(last.epilogues) < _MOST_EPILOGUES:
             self.num_cold += 1
             found = self.recorder.record(run)
             if found is not None:
-                last.epilogues[key] = found, last.inputs.cutter(found.output)
-        return last.inputs.cutter(output)()
+                last.epilogues[key] = found, None
+        return last.inputs.epilogue_cutter(output)()
 
     def close(self) -> None:
         """Free the recordings and their inputs too."""

@@ -334,6 +334,7 @@ class HookOrder:
         committed: the core's own map, out of every plugin's reach: lengths and bonus tokens alone.
             A host that verifies by a kernel of its own may publish there by it.
         calibration: of the scores of drafts.
+        deepest: the most drafted tokens that a step can accept of a request.
     """
 
     def __init__(self, runtime: Runtime, hooks: HookCalls, future_map: FutureMap) -> None:
@@ -342,6 +343,8 @@ class HookOrder:
         self._future_map = future_map
         self.committed = FutureMap(runtime.req_table_size, runtime.device)
         self.calibration = Calibration(runtime.req_table_size, runtime.device)
+        config = runtime.config
+        self.deepest = min(config.num_steps, config.num_draft_tokens - 1)
         # Those that can draft, and the most nodes of each one's drafts.
         self._drafters = drafters_of(runtime)
         self._plans_within = plans_within(runtime)

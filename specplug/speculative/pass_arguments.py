@@ -8,6 +8,7 @@ tensors the plain values say what a recording is good for: its bucket.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -261,6 +262,15 @@ class BatchInputs:
         made: tuple[Any, ...] = given.remake(iter(self.tensors.tensors))
         return made
 
+    def epilogue_arguments(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments of what follows the pass, given those of the pass: the same, in
+        copies. What is computed of them is its own, and not there for the next run."""
+        return tuple(map(copy, arguments))
+
+    def epilogue_cutter(self, output: Any) -> Callable[[], Any]:
+        """Return what cuts the output of that, as ``cutter`` does."""
+        return self.cutter(output)
+
     def cutter(self, output: Any) -> Callable[[], Any]:
         """Return what cuts a padded output to the requests of the last batch, in tensors and
         containers of its own: plugins may change them, and the next replay returns the same
@@ -268,10 +278,21 @@ class BatchInputs:
         return partial(self._cut, *apart(output))
 
     def _cut(self, tensors: list[Tensor], remake: Remake) -> Any:
-        bs, size = self.bs, self.size
-        if not bs or size is None or bs == size:
-            return remake(map(Tensor.detach, tensors))
-        return remake(tensor[: tensor.shape[0] // size * bs] for tensor in tensors)
+        return cut_requests(tensors, remake, self.bs, self.size)
+
+
+def cut_requests(
+    tensors: Sequence[Tensor], remake: Remake, bs: int | None, size: int | None
+) -> Any:
+    """Return a value like that of ``apart``, of tensors of their own of its first requests.
+
+    Args:
+        bs: the requests; None: all.
+        size: of how many the tensors are; None: it is not known, and all are kept.
+    """
+    if not bs or size is None or bs == size:
+        return remake(map(Tensor.detach, tensors))
+    return remake(tensor[: tensor.shape[0] // size * bs] for tensor in tensors)
 
 
 class KeptTensors:

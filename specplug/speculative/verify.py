@@ -181,12 +181,12 @@ def _verify_at_once(draft: Draft, predict: Tensor) -> VerifyOutput:
 
 
 def _verify_chain(draft: Draft, predict: Tensor, padded: Tensor) -> VerifyOutput:
-    bs = draft.tokens.shape[0]
-    right = draft.tokens[:, 1:] == padded[:, :-1]
+    bs, columns = draft.tokens.shape[0], draft.columns
+    right = draft.tokens[:, 1:columns] == padded[:, : columns - 1]
     if draft.is_ragged:
-        right &= padded[:, 1:] >= 0
+        right &= padded[:, 1:columns] >= 0
     accept_lens = right.to(torch.int64).cumprod(1).sum(1) + 1
-    order = arange(draft.width, predict.device).expand(bs, -1)
+    order = arange(columns, predict.device).expand(bs, -1)
     local = torch.where(order < accept_lens.unsqueeze(1), order, -1)
     return _output(draft, predict, padded, local, accept_lens)
 
@@ -195,9 +195,12 @@ def _output(
     draft: Draft, predict: Tensor, padded: Tensor, local: Tensor, accept_lens: Tensor
 ) -> VerifyOutput:
     last = local.gather(1, (accept_lens - 1).unsqueeze(1))
+    index = local + draft.offsets.unsqueeze(1)
+    if draft.places is not None:  # padding has requests without a node, after the last one
+        index = index.clamp(max=draft.total - 1)
     return VerifyOutput(
         predict=predict,
-        accept_index=torch.where(local >= 0, local + draft.offsets.unsqueeze(1), -1),
+        accept_index=torch.where(local >= 0, index, -1),
         accept_lens=accept_lens,
         bonus_tokens=padded.gather(1, last).squeeze(1),
     )

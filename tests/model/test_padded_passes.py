@@ -22,7 +22,7 @@ from specplug.model.model_runner import PassPart
 from specplug.model.padded_rows import GivenParts, size_of
 from specplug.model.pass_form import PassForm
 from specplug.speculative.buckets import row_buckets
-from specplug.speculative.draft import ancestor_mask
+from specplug.speculative.draft import Draft, ancestor_mask
 from specplug.speculative.graph_recorder import GraphRecorder
 from specplug.speculative.graph_runner import GraphRunner
 from specplug.speculative.padding import Padding
@@ -88,9 +88,12 @@ class Layer:
             given_positions=positions,
             padding=Padding.of(widths, width, DEVICE),
         )
-        tokens = torch.arange(sum(widths), device=DEVICE) % 61 + len(requests)
-        last_rows = torch.tensor(widths, device=DEVICE).cumsum(0) - 1
-        return PassPart(tokens, plan, last_rows=last_rows if how == "chunks" else None)
+        if how == "chunks":
+            tokens = torch.arange(sum(widths), device=DEVICE) % 61 + len(requests)
+            return PassPart(tokens, plan, torch.tensor(widths, device=DEVICE).cumsum(0) - 1)
+        tokens = torch.arange(len(requests) * width, device=DEVICE).view(-1, width) % 61
+        draft = Draft(tokens=tokens + len(requests), parents=None, widths=widths, depth=width - 1)
+        return PassPart(draft, plan)
 
     def expected(self, *parts: PassPart | None) -> list[PassOutput | None]:
         """What each part gets in a pass of its own."""
@@ -308,7 +311,13 @@ def test_recorded_mixed_steps_give_the_same_tokens(
         expected = [output.token_ids for output in llm.generate(prompts, params)]
     known = dict(zip(prompts, expected, strict=True))
     shape: dict[str, Any] = {"tree": tree, "right": 0.7, "tolerance": 0.5}
-    algorithms = [scripted(known, ragged=ragged, **shape) for ragged in (True, False)]
+    # Without a ``verify`` of its own, so that what follows a pass is recorded too.
+    unverifying = type("Unverifying", (scripted,), {"verify": None})
+    algorithms = [
+        kind(known, ragged=ragged, **shape)
+        for kind in (scripted, unverifying)
+        for ragged in (True, False)
+    ]
     for algorithm in ["NONE", *algorithms]:
         with LLM(tiny_model, **settings, speculative_algorithm=algorithm) as llm:
             for _ in range(2):

@@ -14,6 +14,7 @@ import attrs
 import pytest
 import torch
 from recorded_operations import Operations, record_operations
+from runs_again import RunsAgain
 from shallow_target import ShallowTarget
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,12 +27,14 @@ from specplug import (
     DraftInput,
     Runtime,
     SamplingParams,
+    StepReport,
     hookimpl,
     verify_tree,
 )
 from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.step import StepRunner
 from specplug.errors import PluginError
+from specplug.model import model_runner
 from specplug.speculative import graph_recorder
 from specplug.speculative.graph_recorder import GraphRecorder
 from specplug.speculative.graph_runner import GraphRunner
@@ -136,6 +139,84 @@ def test_recorded_steps_give_the_same_tokens(
     assert followed[True] > 3
     assert not followed[False]
     llm.check_pool()
+
+
+@pytest.mark.parametrize("budget", [None, 9], ids=["all", "a budget"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_recorded_steps_of_differing_widths_give_the_same_tokens(
+    kind: str,
+    budget: int | None,
+    start: Start,
+    reference: Any,
+    unverifying: Any,
+    followed: Counter[bool],
+) -> None:
+    known = reference.tokens([kind] * 7)
+    llm = start(
+        unverifying(known, right=0.7, ragged=True),
+        page_size=3,
+        verify_budget=budget,
+        max_running_requests=5,
+    )
+    _record_forms(llm)
+    for _ in range(2):
+        outputs = llm.generate(reference.prompts, _silent(reference.params[kind]))
+        assert [output.token_ids for output in outputs] == list(known.values())
+        llm.check_pool()
+    assert llm.engine.steps.runner.padded_pass.num_recordings
+    assert followed[True] > 2 * followed[False]
+
+
+def _record_forms(llm: LLM) -> None:
+    """Record each form of a pass that comes again. It runs again: torch attends by lengths that the
+    host knows."""
+    runner = llm.engine.steps.runner
+    runner.pad_passes(RunsAgain())
+    runner.forms.stands_in = False
+
+
+def test_recorded_steps_count_the_scores_of_nodes(
+    reference: Any,
+    unverifying: Any,
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    followed: Counter[bool],
+) -> None:
+    """As those that are not recorded do; what is large stands in buffers of all forms."""
+
+    class Scored(unverifying):  # type: ignore[misc]
+        @hookimpl
+        def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
+            draft: Draft = super().propose(runtime, batch, draft_input)
+            scores = -torch.arange(draft.tokens.numel(), dtype=torch.float32, device=DEVICE) / 40
+            scores = scores.view(draft.tokens.shape)
+            scores[:, 0] = 0
+            return Draft.chain(draft.tokens, draft.widths, scores=scores)
+
+    monkeypatch.setattr(model_runner, "_LARGE", 0)
+    known = reference.tokens(["greedy"] * 7)
+    found = []
+    for records in (True, False):
+        reports: list[StepReport] = []
+
+        class Reports:
+            @hookimpl
+            def on_step(self, report: StepReport, reports: Any = reports) -> None:
+                reports.append(report)
+
+        llm = start(Scored(known, right=0.7, ragged=True), extensions=[Reports()])
+        if records:
+            _record_forms(llm)
+        outputs = llm.generate(reference.prompts, _silent(reference.params["greedy"]))
+        assert [output.token_ids for output in outputs] == list(known.values())
+        chances = [
+            [own[:width].tolist() for own, width in zip(r.chances, r.widths, strict=True)]
+            for r in reports
+            if r.chances is not None
+        ]
+        found.append((chances, [(report.widths, report.accept_lens) for report in reports]))
+        assert llm.engine.steps.runner.padded_pass is None or followed[True] > 4
+    assert found[0] == found[1]
 
 
 def test_what_a_plugin_does_to_a_container_ends_with_the_step(
