@@ -94,7 +94,7 @@ class LateFeed:
         return self._rows.keys()
 
     def add(self, batch: Batch, output: CommittedOutput) -> bool:
-        """Let a decode step wait, or a prefill of whole prompts, whose output is kept.
+        """Let a decode step wait, or a prefill of whole prompts, whose lengths and output are kept.
 
         Returns:
             Whether so many rows of a request wait that they are to be fed.
@@ -107,7 +107,7 @@ class LateFeed:
             request_ids=ids,
             places=dict(zip(ids, range(len(ids)), strict=True)),
             widths=widths,
-            seq_lens=batch.seq_lens.clone(),
+            seq_lens=batch.seq_lens,
             output=output,
             lens=widths if batch.is_prefill or count == len(ids) else None,
             begins=batch.is_prefill,

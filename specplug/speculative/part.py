@@ -196,13 +196,15 @@ class Part:
         if self._late is not None and batch.is_warm_up and not batch.is_prefill:
             self._feed_stand_ins(batch, target_output)
         if self._late is None or self._is_fed:
-            own, output = self._lend(batch), _copy(target_output)
+            own, output = _copies(batch, target_output)
             made = self._hooks.build_draft_input(self._runtime, own, output, self.future_map)
             return self._of_holder(made)
-        output = target_output
         if batch.seq_lens.is_cuda:  # a recorded pass writes there again
-            output = _whole_copy(output)
-        if self._late.add(batch, output):
+            per_node = {n: tensor.clone() for n, tensor in target_output.per_node.items()}
+            own, output = _copies(batch, attrs.evolve(target_output, per_node=per_node))
+        else:
+            own, output = self._lend(batch), target_output
+        if self._late.add(own, output):
             self._feed(batch, drafts_follow=False)
         if not batch.is_prefill:
             self._feed_ahead(batch)
@@ -388,19 +390,24 @@ class Part:
         return DraftInput(bonus_tokens=given.bonus_tokens.clone(), state=state)
 
 
-def _copy(output: CommittedOutput) -> CommittedOutput:
-    """Return the output in tensors of a part's own, but for those of each node."""
-    copies = {name: getattr(output, name).clone() for name in OF_REQUESTS}
-    return CommittedOutput(**copies, per_node=output.per_node)
+def _copies(batch: Batch, output: CommittedOutput) -> tuple[Batch, CommittedOutput]:
+    """Return a batch and an output in tensors of a part's own, but for those of each node: in one
+    launch, each of which takes a host longer than a GPU."""
+    rows, lens, *of_requests = _even_copies(
+        [batch.req_indices, batch.seq_lens, *(getattr(output, name) for name in OF_REQUESTS)]
+    )
+    committed = dict(zip(OF_REQUESTS, of_requests, strict=True))
+    own = evolved(batch, req_indices=rows, seq_lens=lens)
+    return own, CommittedOutput(**committed, per_node=output.per_node)
 
 
-def _whole_copy(output: CommittedOutput) -> CommittedOutput:
-    """Return the output in other tensors, those that are not of each node in one launch: each takes
-    a GPU some microseconds, and nobody may ever read them."""
-    tensors = [getattr(output, name) for name in OF_REQUESTS]
-    copies = torch.split(torch.cat(tensors), [len(tensor) for tensor in tensors])
-    per_node = {name: tensor.clone() for name, tensor in output.per_node.items()}
-    return CommittedOutput(**dict(zip(OF_REQUESTS, copies, strict=True)), per_node=per_node)
+def _even_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of tensors [n] int64, each at a multiple of 16 bytes, as kernels are compiled
+    for."""
+    pieces: list[Tensor] = []
+    for tensor in tensors:
+        pieces += [tensor, tensor[: len(tensor) % 2]]
+    return list(torch.split(torch.cat(pieces), [len(piece) for piece in pieces])[::2])
 
 
 @attrs.frozen(eq=False)
