@@ -29,6 +29,9 @@ _MANY_ROWS = 64, 128, 256, 512
 """Rows of the passes over chunks of many prompts that are recorded."""
 _AHEAD = 3
 """Prefills that a device still runs while the host launches a step that is to be timed."""
+_FEW = 8
+"""Requests up to which drafts of which three quarters are wide have as many rows, about, as those
+of which all but one are."""
 _PROMPT = 2
 """Prompt tokens of a request that is to decode."""
 _REST = 0.01
@@ -268,6 +271,8 @@ class WarmUp:
             yield tuple(1 if number % 4 == 0 else whole for number in range(size))
             for part in (4, 8):
                 yield tuple(1 if number % part else whole for number in range(size))
+        if size > _FEW and self._steps.runner.forms is not None:
+            yield (1,) + (whole,) * (size - 1)
 
     def _requests(
         self, lengths: Sequence[int], params: SamplingParams = _GREEDY

@@ -7,14 +7,17 @@ as cold: it is not what later ones take.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 
 from specplug.model.pass_form import PassForm, PassSize
 from specplug.speculative.graph_runner import GraphRunner
 
 _SELDOM = 16
-"""Passes of a form that are padded to another one, before it is recorded."""
+"""Passes of a form that are padded to one of more rows, before it is recorded."""
+_ALIKE = 1 / 8
+"""How much a pass counts among these that is padded to a form of as many rows: it takes about as
+long there."""
 _MORE_ROWS = 1.5
 """How many times as many rows that one has at most: a pass of more takes longer, each time."""
 _CHEAP_ROWS = 64
@@ -36,7 +39,7 @@ class RecordedForms:
     def __init__(self, runner: GraphRunner) -> None:
         self.stands_in = True
         self._runner = runner
-        self._asked = Counter[PassForm]()
+        self._asked: defaultdict[PassForm, float] = defaultdict(float)
 
     def of(self, sizes: Sequence[PassSize]) -> PassForm | None:
         """Return the form that has room for each of these passes; None: they are not padded."""
@@ -46,13 +49,14 @@ class RecordedForms:
         is_taken = self._runner.takes(own)
         if self._runner.is_recorded(own) or not self.stands_in:
             return own if is_taken else None
-        self._asked[own] += 1
-        if is_taken and self._asked[own] > _SELDOM:
-            return own
         larger = self._larger(own, sizes)
         if larger is None:
             return own if is_taken else None
-        self._runner.num_cold += larger.rows > own.rows
+        has_more = larger.rows > own.rows
+        self._asked[own] += 1 if has_more else _ALIKE
+        if is_taken and self._asked[own] > _SELDOM:
+            return own
+        self._runner.num_cold += has_more
         return larger
 
     def _larger(self, own: PassForm, sizes: Sequence[PassSize]) -> PassForm | None:

@@ -81,6 +81,21 @@ def test_recorded_form_stands_in_until_its_own_has_often_come() -> None:
     assert forms.of([LARGE]) == own(LARGE)
 
 
+def test_form_of_as_many_rows_stands_in_for_long() -> None:
+    runner = Runner()
+    forms = forms_of(runner)
+    runner.run(own(LARGE), 2)
+    alike = PassSize(decode=size_of(*(8,) * 46))  # as many rows, and requests, in fewer places
+    assert own(alike) != own(LARGE)
+    assert own(alike).rows == own(LARGE).rows
+    asked = []
+    for _ in range(130):
+        asked.append(forms.of([alike]))
+        runner.run(asked[-1])
+    assert asked == [own(LARGE)] * 128 + [own(alike)] * 2
+    assert runner.num_cold == 0
+
+
 def test_form_is_its_own_where_no_recorded_one_has_room() -> None:
     runner = Runner()
     forms = forms_of(runner)
