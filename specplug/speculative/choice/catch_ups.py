@@ -19,8 +19,10 @@ _OF_LAST = 0.2
 _RUN = 8.0
 """Steps in a row for which an algorithm is expected to draft for a request, once it begins to: at
 first, and at most."""
-_OF_STEPS = 0.97
-"""What a step leaves of how often algorithms stopped, before it."""
+_OF_REQUESTS = 0.97
+"""What a step of ``_FEW`` requests, or of fewer, leaves of how often algorithms stopped before it;
+the more requests it has, the more it says."""
+_FEW = 8
 
 
 class CatchUps:
@@ -85,8 +87,9 @@ class CatchUps:
         """
         before = self._who[rows]
         stopped = before != who
+        kept = _OF_REQUESTS ** max(1.0, len(rows) / _FEW)
         for a in set(before.tolist()) - {-1}:
-            mine, kept = before == a, _OF_STEPS
+            mine = before == a
             share, stops = np.count_nonzero(mine), np.count_nonzero(mine & stopped)
             self._drafted[a] = kept * self._drafted[a] + (1 - kept) * share / len(rows)
             self._stopped[a] = kept * self._stopped[a] + (1 - kept) * stops / len(rows)
