@@ -257,14 +257,13 @@ class WarmUp:
         """Yield the nodes that the drafts of a batch may have. A draft model fills the room that
         there is, and what grows its drafts adds to them in few steps. What drafts without one is as
         wide as there is something to propose, each request for itself."""
-        whole, most = self._limits.num_lookahead_slots, drafter.num_draft_tokens
+        whole = self._limits.num_lookahead_slots
         yield (whole,) * size
         for width in drafter.widths:
             yield (width,) * size
         if not drafter.is_ragged:
             return
-        for nodes in _doubled(most)[:-1]:
-            yield (nodes,) * size
+        yield (1,) * size
         if size > 1:
             yield tuple(1 if number % 2 else whole for number in range(size))
         if size > 3 and self._steps.runner.forms is not None:

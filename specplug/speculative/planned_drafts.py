@@ -110,13 +110,14 @@ def _warm_drafter(
     who: int | None, most: int, worker: object, has_model: bool, plans: bool
 ) -> WarmDrafter:
     grown = worker.draft_widths if isinstance(worker, JointWorker) else ()
-    planned = _planned_widths(most) if plans and has_model else ()
-    return WarmDrafter(who, most, grown or planned, not (grown or has_model or most == 1))
+    is_ragged = not (grown or has_model or most == 1)
+    widths = _widths(most) if is_ragged or (plans and has_model) else ()
+    return WarmDrafter(who, most, grown or widths, is_ragged)
 
 
-def _planned_widths(most: int) -> tuple[int, ...]:
-    """Return widths of drafts that a plan may ask a draft model for, below the widest: each is a
-    pass of its own. All if they are few, else powers of two."""
+def _widths(most: int) -> tuple[int, ...]:
+    """Return widths of drafts below the widest that a plan may ask for, or that are found: each is
+    a pass of its own. All if they are few, else powers of two."""
     if most <= _FEW_WIDTHS:
         return tuple(range(2, most))
     return tuple(1 << power for power in range(1, (most - 1).bit_length()))
