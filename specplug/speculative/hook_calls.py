@@ -114,6 +114,11 @@ class HookCalls:
         """Whether a plugin has left something for the host, which ``propose`` waits for."""
         return self._relay is not None
 
+    @cached_property
+    def reads_map(self) -> bool:
+        """Whether a plugin may read the future map."""
+        return self._plugins.take("future_map")
+
     @property
     def declares_state(self) -> bool:
         """Whether the worker declares a draft state."""

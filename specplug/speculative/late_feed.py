@@ -9,7 +9,7 @@ device: how many tokens a step has accepted is told when the host knows it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from itertools import accumulate, chain
 
@@ -85,13 +85,18 @@ class LateFeed:
         self.has_caught_up = False
         self._steps: list[_Step] = []
         self._rows: dict[str, int] = {}
-        self._untold: deque[_Step] = deque(maxlen=_UNTOLD)
+        # The steps whose accepted lengths are awaited: their requests, and what waits of them.
+        self._untold: deque[tuple[tuple[str, ...], _Step | None]] = deque(maxlen=_UNTOLD)
         self._nbytes = 0
 
     @property
-    def waiting(self) -> Collection[str]:
+    def waiting(self) -> Set[str]:
         """The requests that wait."""
         return self._rows.keys()
+
+    def skip(self, batch: Batch) -> None:
+        """Note a decode step of which nothing waits."""
+        self._untold.append((tuple(request.request_id for request in batch.requests), None))
 
     def add(self, batch: Batch, output: CommittedOutput) -> bool:
         """Let a decode step wait, or a prefill of whole prompts, whose lengths and output are kept.
@@ -115,7 +120,7 @@ class LateFeed:
         )
         self._steps.append(step)
         if not step.begins:
-            self._untold.append(step)
+            self._untold.append((ids, step))
         self._nbytes += step.nbytes
         rows = self._rows
         for each, width in zip(ids, widths, strict=True):
@@ -124,15 +129,18 @@ class LateFeed:
         return max(map(rows.__getitem__, ids)) > most
 
     def learn(self, request_ids: Sequence[str], accept_lens: Sequence[int]) -> None:
-        """Take how many rows of a decode step count. They are told in the order of ``add``."""
+        """Take how many rows of a decode step count. They are told in the order of ``add`` and
+        ``skip``."""
         ids = tuple(request_ids)
         while self._untold:
-            step = self._untold.popleft()
-            if step.request_ids == ids:  # else it was lost
+            told, step = self._untold.popleft()
+            if told != ids:
+                continue  # it was lost
+            if step is not None:
                 for each, place in step.places.items():
                     self._count_off(each, step.widths[place] - accept_lens[place])
                 step.lens = accept_lens
-                return
+            return
 
     def leave(self, request_id: str) -> int:
         """Forget what waits of a request; return how many tokens that is, as far as the host knows
@@ -177,6 +185,8 @@ class LateFeed:
             drafts_follow: whether the requests are drafted for now. Else their last step waits on,
                 so that what they are drafted from is made when they are.
         """
+        if not self._rows:
+            return
         places = {
             request.request_id: place
             for place, request in enumerate(batch.requests)

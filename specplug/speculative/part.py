@@ -195,6 +195,9 @@ class Part:
             self._idle += 1
         if self._late is not None and batch.is_warm_up and not batch.is_prefill:
             self._feed_stand_ins(batch, target_output)
+        if self._late is not None and not self._is_fed and self._goes_on(batch):
+            self._late.skip(batch)
+            self._is_fed, self._drafted = True, frozenset()
         if self._late is None or self._is_fed:
             own, output = _copies(batch, target_output)
             made = self._hooks.build_draft_input(self._runtime, own, output, self.future_map)
@@ -219,6 +222,15 @@ class Part:
             return True
         is_short = max(batch.chunk_widths) <= _SHORT_PROMPT
         return is_short and self._idle >= _IDLE and all(batch.first_chunk + batch.last_chunk)
+
+    def _goes_on(self, batch: Batch) -> bool:
+        """Return whether it has drafted for all requests of a decode step and nothing else of them
+        waits: then it is fed as an algorithm alone is."""
+        if batch.is_prefill:
+            return False
+        ids = [request.request_id for request in batch.requests]
+        assert self._late is not None
+        return self._drafted.issuperset(ids) and self._late.waiting.isdisjoint(ids)
 
     def _feed(self, batch: Batch, *, drafts_follow: bool = True) -> None:
         """Feed it what waits for the requests of a batch; see ``LateFeed.take``."""
@@ -362,11 +374,14 @@ class Part:
         output: CommittedOutput,
         draft_input: DraftInput,
     ) -> None:
-        """Publish and stash in its own map, unless what was committed waits; ``draft_input`` is the
-        holder's."""
+        """Publish and stash in its own map, unless what was committed waits, or nobody reads that
+        map; ``draft_input`` is the holder's."""
         if not self._is_fed:
             return
         own = self._of_part(draft_input)
+        has_state = own.state or self.future_map.state
+        if not (has_state or self._hooks.reads_map) and is_plain(self.future_map):
+            return
         self._hooks.publish_and_stash(self.future_map, req_indices, seq_lens, output, own)
 
     def owns(self, name: str) -> bool:

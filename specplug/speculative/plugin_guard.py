@@ -98,6 +98,12 @@ class PluginGuard:
         plugin: object = found[0].plugin
         return plugin.extension.plugin if isinstance(plugin, ExtensionGuard) else plugin
 
+    def take(self, argument: str) -> bool:
+        """Return whether a plugin takes an argument of this name in any hook."""
+        core = self._manager.get_plugin(hookspecs.PROJECT)
+        callers = (impl for hook in HOOKS for impl in getattr(self._hooks, hook).get_hookimpls())
+        return any(argument in impl.argnames for impl in callers if impl.plugin is not core)
+
     def call(self, hook: str, **arguments: Any) -> Any:
         """Call a hook of all plugins.
 

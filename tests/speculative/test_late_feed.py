@@ -114,9 +114,18 @@ def test_drafts_are_those_of_one_fed_at_each_step(
 ) -> None:
     """Also if what has drafted is fed at the end of its step, as beside a device."""
     monkeypatch.setattr("specplug.debug.DEBUG", True)
+    skipped, skip = [], LateFeed.skip
+
+    def counted(self: LateFeed, batch: Batch) -> None:
+        skipped.append(batch.size)
+        skip(self, batch)
+
+    monkeypatch.setattr(LateFeed, "skip", counted)
     if ahead:
         monkeypatch.setattr(part, "_BUSY_WITH_HOST", ())
     late, tokens = drafts(algorithm, **settings)
+    if settings.get("alike"):  # one that goes on for all is fed as if it were alone
+        assert ahead == bool(skipped), len(skipped)
     monkeypatch.setattr(Part, "feed_late", lambda self, name: iter(()))
     fed, expected = drafts(algorithm, **settings)
     assert tokens == expected
