@@ -143,7 +143,7 @@ def test_recorded_steps_give_the_same_tokens(
 
 @pytest.mark.parametrize("budget", [None, 9], ids=["all", "a budget"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_recorded_steps_of_differing_widths_give_the_same_tokens(
+def test_recorded_steps_of_any_widths_give_the_same_tokens(
     kind: str,
     budget: int | None,
     start: Start,
