@@ -35,6 +35,9 @@ from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.step import StepRunner
 from specplug.errors import PluginError
 from specplug.model import model_runner
+from specplug.model.model_runner import PassPart
+from specplug.model.padded_rows import GivenParts, size_of
+from specplug.model.pass_form import PassForm
 from specplug.speculative import graph_recorder
 from specplug.speculative.graph_recorder import GraphRecorder
 from specplug.speculative.graph_runner import GraphRunner
@@ -334,6 +337,81 @@ def test_a_padded_batch_is_accepted_as_it_is(is_tree: bool) -> None:
         lens += committed.accept_lens.tolist()
     assert len(set(lens)) > 1, "some is accepted and some is not"
     assert runner.num_recordings == 3, "for 1, 4 and 8"
+
+
+@pytest.mark.parametrize("has_scores", [False, True])
+def test_padded_chains_of_any_widths_are_accepted_as_they_are(has_scores: bool) -> None:
+    """Recorded and replayed with other widths each time, which the device may know alone."""
+    generator = torch.Generator().manual_seed(0)
+    slots = RequestSlots(
+        slots=torch.zeros(20, 40, dtype=torch.int64, device=DEVICE), last_position=39
+    )
+
+    def forward(tokens: Tensor, plan: PagedPlan, rows: Any, kinds: Any) -> Any:
+        return tokens * 5 + plan.positions, {"own": tokens * 100 + plan.positions}, {}
+
+    def accept(draft: Draft, plan: PagedPlan, output: Any) -> Any:
+        logits, per_node, _ = output
+        draft.depth = min(draft.depth, 4)  # of the longest; forms have room for more
+        predict = (logits + draft.spread(plan.req_indices) + plan.positions) % 3
+        verified = verify_tree(draft, predict)
+        committed = compact(verified, draft.flat_tokens, per_node)
+        columns = torch.arange(5, device=DEVICE)
+        own = columns < verified.accept_lens.unsqueeze(1)
+        scores = 0 if draft.scores is None else (draft.scores[:, :5] * own).sum(1)
+        seq_lens = plan.starts + verified.accept_lens
+        published[int(len(seq_lens) > 7)].index_copy_(0, plan.req_indices, seq_lens)
+        return seq_lens, committed, scores + 0.0 * plan.starts
+
+    published = torch.zeros(2, 20, dtype=torch.int64, device=DEVICE)  # as it is, and padded to 8
+    runner = GraphRunner(forward, GivenParts, GraphRecorder(), warms_up=False, has_epilogue=True)
+    lens, replayed = Counter[int](), 0
+    for number in range(24):
+        bs = (6, 7, 4)[number % 3]
+        widths = [1, 5, *torch.randint(1, 6, (bs - 2,), generator=generator).tolist()]
+        drawn = _drafts(bs, 5, False, generator)
+        scores = torch.cat((torch.zeros(bs, 1, device=DEVICE), -drawn.tokens[:, 1:].float()), 1)
+        draft = Draft.chain(drawn.tokens, widths, scores=scores if has_scores else None)
+        if number % 4 == 3:  # as after a cut over the batch
+            places = draft.padding.flat_index
+            draft = Draft(**{name: getattr(drawn, name) for name in ("tokens", "parents", "depth")},
+                          widths=None, scores=draft.scores)  # fmt: skip
+            draft.places = places
+        plan = PagedPlan(
+            requests=slots,
+            req_indices=torch.arange(1, bs + 1, device=DEVICE) + number % 5,
+            starts=torch.randint(0, 9, (bs,), generator=generator).to(DEVICE),
+            width=5,
+            length=40,
+            padding=draft.padding,
+        )
+        part = PassPart(draft, plan)
+        form = PassForm.of([size_of(None, part, frozenset())])
+        passed = runner(form, None, part, plan)[1]
+        found = runner.run_epilogue(has_scores, accept)
+        expected = accept(draft, plan, forward(draft.flat_tokens, plan, 0, None))
+        assert torch.equal(passed[0], forward(draft.flat_tokens, plan, 0, None)[0])
+        if found is None:
+            published[1] = published[0]
+            continue
+        replayed += 1
+        assert torch.equal(published[1, 1:], published[0, 1:]), "padding is row 0's"
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[2], expected[2])
+        of_requests = slice(None), slice(expected[1].next_tokens.numel() // bs)
+        for name in ("next_tokens", "own_tokens"):
+            own, other = (getattr(each[1], name).view(bs, -1) for each in (found, expected))
+            assert torch.equal(own[of_requests], other[of_requests]), name
+        for name in ("accept_lens", "bonus_tokens"):
+            assert torch.equal(getattr(found[1], name), getattr(expected[1], name)), name
+        rows = found[1].last_rows
+        assert torch.equal(found[1].next_tokens[rows], found[1].bonus_tokens)
+        assert torch.equal(
+            found[1].per_node["own"][rows], expected[1].per_node["own"][expected[1].last_rows]
+        )
+        lens.update(found[1].accept_lens.tolist())
+    assert replayed > 12
+    assert len(lens) > 2, "some is accepted and some is not"
 
 
 @pytest.mark.skipif(ON_GPU, reason="counts the operations of the CPU")
