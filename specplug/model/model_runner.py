@@ -212,15 +212,15 @@ class ModelRunner:
             What ``epilogue`` returns, cut to the batch. None if that pass was not replayed, or
             another one has begun since; then nothing is run.
         """
-        found: Result | None = None
-        if self._verified is None:
+        verified = self._verified
+        if verified is None:
             return None
 
         def run(draft: Draft, plan: PagedPlan, passed: PassOutput) -> Result:
-            return self._kept_large(epilogue(draft, plan, passed))
+            output = epilogue(draft, plan, passed)
+            return self._kept_large(output) if verified is self.padded_pass else output
 
-        shared = self._verified is self.padded_pass
-        found = self._verified.run_epilogue(key, run if shared else epilogue)
+        found: Result | None = verified.run_epilogue(key, run)
         return found
 
     def close(self) -> None:

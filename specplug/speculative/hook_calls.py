@@ -117,7 +117,7 @@ class HookCalls:
     @cached_property
     def reads_map(self) -> bool:
         """Whether a plugin may read the future map."""
-        return self._plugins.take("future_map")
+        return self._plugins.takes("future_map")
 
     @property
     def declares_state(self) -> bool:

@@ -98,7 +98,7 @@ class PluginGuard:
         plugin: object = found[0].plugin
         return plugin.extension.plugin if isinstance(plugin, ExtensionGuard) else plugin
 
-    def take(self, argument: str) -> bool:
+    def takes(self, argument: str) -> bool:
         """Return whether a plugin takes an argument of this name in any hook."""
         core = self._manager.get_plugin(hookspecs.PROJECT)
         callers = (impl for hook in HOOKS for impl in getattr(self._hooks, hook).get_hookimpls())
