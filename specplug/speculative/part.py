@@ -191,7 +191,7 @@ class Part:
         """Feed it what the target has computed; see the hook. What is fed late waits, and leaves no
         state."""
         self._is_fed = not self._waits(batch)
-        if not batch.is_prefill:
+        if not (batch.is_prefill or batch.is_warm_up):
             self._idle += 1
         if self._late is not None and batch.is_warm_up and not batch.is_prefill:
             self._feed_stand_ins(batch, target_output)

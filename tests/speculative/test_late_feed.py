@@ -165,6 +165,21 @@ def test_drafts_are_the_same_where_prompts_wait(
     assert sum(len(draft) > 1 for _, draft in late.drafts) > 10
 
 
+def test_first_prompts_of_a_run_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many steps a warm-up has in which an algorithm does not draft."""
+    monkeypatch.setattr("specplug.speculative.part._IDLE", 1)
+    added, add = [], LateFeed.add
+
+    def counted(self: LateFeed, batch: Batch, output: CommittedOutput) -> bool:
+        added.append(batch.mode)
+        return add(self, batch, output)
+
+    monkeypatch.setattr(LateFeed, "add", counted)
+    with LLM(speculative_algorithm="EAGLE3,NGRAM", warm_up="on", **SMALL) as llm:
+        llm.generate(PROMPTS, SamplingParams(max_tokens=1))
+    assert not added
+
+
 @pytest.mark.parametrize("most", [5, 256])
 @pytest.mark.parametrize(
     ("algorithm", "settings"),
