@@ -177,6 +177,27 @@ def test_wide_trees_are_accepted_as_by_torch(width: int) -> None:
     _assert_same(compacted, kept, "next_tokens", "own_tokens", "last_rows")
 
 
+def test_padded_chains_are_verified_as_by_torch() -> None:
+    """As a recorded pass has them: fewer columns than nodes, and requests without a node."""
+    width, places = 8, [0, 1, 2, 8, 9, 16, 17, 18, 19, *range(24, 32)]
+    draft = Draft(tokens=torch.zeros(6, width, dtype=torch.int64, device=DEVICE), parents=None,
+                  widths=None, depth=4)  # fmt: skip
+    draft.places = _tensor(places)
+    predict = _tensor([place < 24 and place % 5 // 4 for place in places])
+    names = "accept_index", "accept_lens", "bonus_tokens"
+    with kernels_used("torch"):
+        verified = verify_tree(draft, predict)
+        kept = compact(verified, draft.flat_tokens, {})
+    with kernels_used("triton"):
+        by_kernel = verify_tree(draft, predict)
+        compacted = compact(by_kernel, draft.flat_tokens, {})
+    assert by_kernel.accepted_rows is not None
+    assert verified.accept_index.shape == (6, 5)
+    assert len(set(verified.accept_lens.tolist())) > 2
+    _assert_same(by_kernel, verified, *names)
+    _assert_same(compacted, kept, "next_tokens", "last_rows")
+
+
 def test_more_nodes_than_bits_are_for_torch() -> None:
     draft = Draft.chain(torch.zeros(1, MOST_NODES + 1, dtype=torch.int64, device=DEVICE))
     with kernels_used("triton"):
