@@ -270,8 +270,8 @@ class WarmUp:
             yield tuple(1 if number % 4 == 0 else whole for number in range(size))
             for part in (4, 8):
                 yield tuple(1 if number % part else whole for number in range(size))
-        if size > _FEW and self._steps.runner.forms is not None:
-            yield (1,) + (whole,) * (size - 1)
+            if size > _FEW:
+                yield (1,) + (whole,) * (size - 1)
 
     def _requests(
         self, lengths: Sequence[int], params: SamplingParams = _GREEDY

@@ -304,14 +304,11 @@ class ModelRunner:
     def _kept_large(self, output: Result) -> Result:
         """Return an output whose large tensors stand in buffers that the forms of passes share."""
         tensors, remake = apart(output)
-        large = {
-            (place, tensor.dtype, tensor.shape[1:]): tensor
-            for place, tensor in enumerate(tensors)
-            if tensor.nbytes > _LARGE
-        }
-        shared = self._buffered(large)
-        kept = (shared.get((n, t.dtype, t.shape[1:]), t) for n, t in enumerate(tensors))
-        made: Result = remake(kept)
+        for place, tensor in enumerate(tensors):
+            if tensor.nbytes > _LARGE:
+                name = place, tensor.dtype, tensor.shape[1:]
+                (tensors[place],) = self._buffered({name: tensor}).values()
+        made: Result = remake(iter(tensors))
         return made
 
     def _buffered(self, tensors: dict[Key, Tensor]) -> dict[Key, Tensor]:

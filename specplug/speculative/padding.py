@@ -74,8 +74,12 @@ class Padding:
         forms without one, of which a start would have to compile as many again."""
         if device.type == "cpu" or any(w != width for w in widths):
             return cls.of(widths, width, device)
-        places = torch.arange(width * len(widths), device=device)
-        return cls.made(tuple(widths), places, places)
+
+        def make() -> tuple[Tensor, Tensor]:
+            places = torch.arange(width * len(widths), device=device)
+            return places, places
+
+        return cls(tuple(widths), make)
 
     @classmethod
     def at(cls, places: Tensor, bs: int, width: int) -> Padding:

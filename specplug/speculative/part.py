@@ -193,18 +193,18 @@ class Part:
         self._is_fed = not self._waits(batch)
         if not (batch.is_prefill or batch.is_warm_up):
             self._idle += 1
+            if self._late is not None and self._is_fed:
+                self._late.skip(batch)
+                self._drafted = frozenset()
         if self._late is not None and batch.is_warm_up and not batch.is_prefill:
             self._feed_stand_ins(batch, target_output)
-        if self._late is not None and not self._is_fed and self._goes_on(batch):
-            self._late.skip(batch)
-            self._is_fed, self._drafted = True, frozenset()
         if self._late is None or self._is_fed:
             own, output = _copies(batch, target_output)
             made = self._hooks.build_draft_input(self._runtime, own, output, self.future_map)
             return self._of_holder(made)
         if batch.seq_lens.is_cuda:  # a recorded pass writes there again
-            per_node = {n: tensor.clone() for n, tensor in target_output.per_node.items()}
-            own, output = _copies(batch, attrs.evolve(target_output, per_node=per_node))
+            own, output = _copies(batch, target_output)
+            output.per_node = {name: tensor.clone() for name, tensor in output.per_node.items()}
         else:
             own, output = self._lend(batch), target_output
         if self._late.add(own, output):
@@ -214,23 +214,18 @@ class Part:
         return DraftInput(bonus_tokens=target_output.bonus_tokens)
 
     def _waits(self, batch: Batch) -> bool:
-        """Return whether it is not fed a step yet: a decode step, or whole prompts that are short,
-        if it has not drafted for long. Pages of these are not shared until it is fed."""
+        """Return whether it is not fed a step yet: a decode step, unless it goes on for all, or
+        whole prompts that are short, if it has not drafted for long. Pages of these are not shared
+        until it is fed."""
         if self._late is None or batch.is_warm_up:
             return False
         if not batch.is_prefill:
-            return True
+            # As an algorithm alone is where it has drafted for all, and nothing else of them waits.
+            ids = [request.request_id for request in batch.requests]
+            goes_on = self._drafted.issuperset(ids) and self._late.waiting.isdisjoint(ids)
+            return not goes_on
         is_short = max(batch.chunk_widths) <= _SHORT_PROMPT
         return is_short and self._idle >= _IDLE and all(batch.first_chunk + batch.last_chunk)
-
-    def _goes_on(self, batch: Batch) -> bool:
-        """Return whether it has drafted for all requests of a decode step and nothing else of them
-        waits: then it is fed as an algorithm alone is."""
-        if batch.is_prefill:
-            return False
-        ids = [request.request_id for request in batch.requests]
-        assert self._late is not None
-        return self._drafted.issuperset(ids) and self._late.waiting.isdisjoint(ids)
 
     def _feed(self, batch: Batch, *, drafts_follow: bool = True) -> None:
         """Feed it what waits for the requests of a batch; see ``LateFeed.take``."""
