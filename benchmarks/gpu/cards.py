@@ -39,6 +39,7 @@ from triton.runtime.jit import JITFunction
 from specplug.kernels import card, linear
 from specplug.kernels.attention_form import AttentionForm
 from specplug.kernels.card import Card
+from specplug.kernels.recorded_launches import recorded_launches
 
 BF16, F32, INT = torch.bfloat16, torch.float32, torch.int64
 HEAD_SIZES = 64, 80, 96, 128, 192, 256, 512
@@ -241,6 +242,7 @@ def product_cases(*, extremes: bool) -> Iterator[Case]:
         yield "6144x4096, 1", partial(multiply, 1, 6144, 4096)
         yield "14336x4096, 128", partial(multiply_gated, 128, 14336, 4096)
         yield "4096, 32+2x8 of 128, 128", partial(multiply_rotated, 128, 4096, 32, 8, 128)
+        yield from described_cases()
         return
     for (outputs, inputs), rows in product(
         ((4096, 14336), (6144, 4096), (128256, 4096), (5120, 2880)), (1, 64, 128, 256, 1024)
@@ -251,6 +253,28 @@ def product_cases(*, extremes: bool) -> Iterator[Case]:
     for dim, rows in product(HEAD_SIZES, (1, 64, 128)):
         call = partial(multiply_rotated, rows, 4096, 32, 8, dim)
         yield f"4096, 32+2x8 of {dim}, {rows}", call
+    yield from described_cases()
+
+
+def described_cases() -> Iterator[Case]:
+    """Products of recorded passes, which a Hopper computes of described tiles."""
+    for rows in (64, 128, 256):
+        yield f"4096x14336, {rows}, recorded", recorded(multiply, rows, 4096, 14336)
+    for rows in (64, 128):
+        yield f"128256x4096, {rows}, recorded", recorded(multiply, rows, 128256, 4096)
+        yield f"14336x4096, {rows}, recorded", recorded(multiply_gated, rows, 14336, 4096)
+        call = recorded(multiply_rotated, rows, 4096, 32, 8, 128)
+        yield f"4096, 32+2x8 of 128, {rows}, recorded", call
+
+
+def recorded(launch: Callable[..., object], *given: int) -> Callable[[], object]:
+    """Return a call of a launcher whose launches are recorded."""
+
+    def call() -> object:
+        with recorded_launches():
+            return launch(*given)
+
+    return call
 
 
 def expert_product(pairs: int, tile_rows: int, *, gated: bool, transposed: bool = False) -> None:

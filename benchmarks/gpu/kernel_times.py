@@ -6,7 +6,8 @@
     python benchmarks/gpu/kernel_times.py prompts --lengths 4096 --tiles 64,1,4,5 64,2,4,2,copied
 
 A call is recorded in a CUDA graph several times over copies of its weights, or of its rows, that
-together exceed the L2 cache, and the graph is replayed; the least of several replays counts. GB/s
+together exceed the L2 cache, and the graph is replayed; the least of several replays counts. So the
+kernels are those of recorded passes (tiles that end in True are described ones). GB/s
 are the bytes that the kernel must move (specplug/kernels/README.md) over its time, the limit what
 the card's memory gives.
 
@@ -36,6 +37,8 @@ import torch.nn.functional as F
 from points import Results, bandwidth, measured_commit, replay_us
 from shapes import SHAPES
 from torch import Tensor
+
+from specplug.kernels.recorded_launches import recorded_launches
 
 L2_BYTES = 256 << 20
 """More than any card's L2 cache holds."""
@@ -82,7 +85,15 @@ def time_us(call: Callable[..., Any], inputs: Sequence[Sequence[Any]], repeats: 
         for each in inputs:
             call(*each)
 
-    return replay_us(run, len(inputs), repeats)
+    with recorded_launches():
+        return replay_us(run, len(inputs), repeats)
+
+
+def rows_of(rows: int, columns: int) -> Tensor:
+    """Rows as kernels give them, with room behind them."""
+    from specplug.kernels.described_tiles import rows_in_tiles
+
+    return randn(rows_in_tiles(rows), columns)[:rows]
 
 
 def randn(*shape: int, scale: float = 1.0) -> Tensor:
@@ -144,17 +155,18 @@ def torch_linear(x: Tensor, residual: Tensor | None, weight: Tensor) -> Tensor:
 
 
 def linear_rows(shape: Shape, all_rows: Sequence[int], names: Iterable[str]) -> Iterator[Row]:
-    from specplug.kernels.linear import choose_tile, linear
+    from specplug.kernels.linear import choose_tile, linear, tile_for
 
     for name in names:
         outputs, inputs, adds = shape.linears[name]
         weights = weights_of(outputs, inputs)
         for rows in all_rows:
-            x, residual = randn(rows, inputs), randn(rows, outputs) if adds else None
+            x, residual = rows_of(rows, inputs), randn(rows, outputs) if adds else None
             ours = partial(linear, x, residual=residual)
             theirs = partial(torch_linear, x, residual)
-            same = torch.equal(ours(*weights[0]), theirs(*weights[0]))
-            tile = choose_tile(outputs, inputs, rows)
+            with recorded_launches():
+                same = torch.equal(ours(*weights[0]), theirs(*weights[0]))
+                tile = tile_for(choose_tile, x, *weights[0])
             moved = 2 * (outputs * inputs + rows * inputs + rows * outputs * (2 if adds else 1))
             note = f"{attrs.astuple(tile)}" + ("" if same else ", other bits than torch's")
             times = time_us(ours, weights), time_us(theirs, weights)
@@ -172,19 +184,20 @@ def joint_gated(x: Tensor, act: Callable[..., Tensor], weight: Tensor) -> Tensor
 
 
 def gated_rows(shape: Shape, all_rows: Sequence[int]) -> Iterator[Row]:
-    from specplug.kernels.linear import choose_gated_tile, gated_linear
+    from specplug.kernels.linear import choose_gated_tile, gated_linear, tile_for
     from specplug.kernels.silu_mul import silu_mul, silu_mul_reference
 
     inner, hidden = shape.inner, shape.hidden
     joint = weights_of(2 * inner, hidden)
     weights = [each.chunk(2) for (each,) in joint]
     for rows in all_rows:
-        x = randn(rows, hidden)
+        x = rows_of(rows, hidden)
         ours = time_us(partial(gated_linear, x), weights)
         theirs = time_us(partial(torch_gated, x, silu_mul_reference), weights)
         three = time_us(partial(torch_gated, x, silu_mul), weights)
         two = time_us(partial(joint_gated, x, silu_mul), joint)
-        tile = choose_gated_tile(inner, hidden, rows)
+        with recorded_launches():
+            tile = tile_for(choose_gated_tile, x, *weights[0])
         moved = 2 * (2 * inner * hidden + rows * (hidden + inner))
         note = f"{attrs.astuple(tile)}, cuBLAS and silu_mul {three:.1f}, joint {two:.1f}"
         yield Row("gated_linear", f"{inner}x{hidden}", rows, ours, theirs, moved, note)
@@ -199,25 +212,28 @@ def linear_then_rotate(x: Tensor, weight: Tensor, bias: Tensor | None, *more: An
 
 
 def rotated_rows(shape: Shape, all_rows: Sequence[int]) -> Iterator[Row]:
-    from specplug.kernels.linear import choose_tile
+    from specplug.kernels.linear import choose_tile, tile_for
     from specplug.kernels.rotated_linear import rotated_linear, rotated_linear_reference
 
     outputs, dim = shape.qkv, shape.head_dim
     calls = rotated_linear, linear_then_rotate, rotated_linear_reference
     weights = weights_of(outputs, shape.hidden)
     for rows in all_rows:
-        x, (cos, sin) = randn(rows, shape.hidden), randn(2, rows, dim)
+        x, (cos, sin) = rows_of(rows, shape.hidden), randn(2, rows, dim)
         slots = torch.arange(rows, 0, -1, device=DEVICE)
         pools = randn(2, rows + 1, shape.kv_heads, dim)
         inputs = [(x, weight, None, cos, sin, slots, *pools) for (weight,) in weights]
         bits = []
         for call in calls[:2]:
             pools.zero_()
-            q = call(*inputs[0])
+            with recorded_launches():
+                q = call(*inputs[0])
             bits.append(torch.cat((q.flatten(), pools.flatten())).view(torch.int16))
         ours, two, theirs = (time_us(call, inputs) for call in calls)
         moved = 2 * (outputs * shape.hidden + rows * (shape.hidden + outputs + 2 * dim))
-        note = f"{attrs.astuple(choose_tile(outputs, shape.hidden, rows))}, two kernels {two:.2f}"
+        with recorded_launches():
+            tile = tile_for(choose_tile, x, *weights[0])
+        note = f"{attrs.astuple(tile)}, two kernels {two:.2f}"
         note += ", of the same bits" if torch.equal(*bits) else ", OF OTHER BITS"
         yield Row("rotated_linear", f"{outputs}x{shape.hidden}", rows, ours, theirs, moved, note)
 
@@ -317,17 +333,22 @@ def chain_rows(options: argparse.Namespace) -> Iterator[Row]:
 # Tiles
 
 
-def tiles_for(rows: int, gated: bool) -> list[Any]:
-    """The tiles to try for so many rows; only those that fit a Hopper's shared memory."""
-    from specplug.kernels.linear import Tile, rows_bucket
+def tiles_for(rows: int, gated: bool, *, is_described: bool) -> list[Any]:
+    """The tiles to try for so many rows, described too if they can be; only those that fit a
+    Hopper's shared memory."""
+    from specplug.kernels.described_tiles import rows_bucket
+    from specplug.kernels.linear import Tile
 
     bucket = rows_bucket(rows)
     if bucket == 128:  # or tiles of 64, of which two run side by side
         sizes = product((64, 128), (32, 64, 128), (64, 128), (4, 8), (3, 4, 5))
     else:
-        columns_of = (16, 32) if gated else (16, 32, 64)
+        columns_of = (16, 32, 64) if gated else (16, 32, 64, 128)
         sizes = product((bucket,), columns_of, (128, 256), (4, 8), (3, 4, 5, 7))
-    tiles = [Tile(*each) for each in sizes][: 2 if DEVICE == "cpu" else None]
+    every = [Tile(*each) for each in sizes][: 2 if DEVICE == "cpu" else None]
+    tiles = [
+        attrs.evolve(tile, is_described=each) for tile in every for each in (False, is_described)
+    ]
     num_weights = 2 if gated else 1
     return [t for t in tiles if t.stages * t.stage_bytes(num_weights) <= 227 << 10]
 
@@ -335,7 +356,13 @@ def tiles_for(rows: int, gated: bool) -> list[Any]:
 def tune_rows(options: argparse.Namespace) -> Iterator[Row]:
     """Measure the best tiles of each product; the tile that is chosen now is told in torch's
     place."""
-    from specplug.kernels.linear import choose_gated_tile, choose_tile, gated_linear, linear
+    from specplug.kernels.linear import (
+        choose_gated_tile,
+        choose_tile,
+        gated_linear,
+        linear,
+        tile_for,
+    )
 
     shape = Shape(options.shape)
     cases = [(name, *shape.linears[name]) for name in options.products]
@@ -346,12 +373,14 @@ def tune_rows(options: argparse.Namespace) -> Iterator[Row]:
         weights = [each.chunk(2) for (each,) in weights] if gated else weights
         choose, call = (choose_gated_tile, gated_linear) if gated else (choose_tile, linear)
         more = {"residual": randn(rows, outputs)} if adds else {}
-        call = partial(call, randn(rows, inputs), **more)
-        now = choose(outputs, inputs, rows)
+        x = rows_of(rows, inputs)
+        call = partial(call, x, **more)
+        with recorded_launches():
+            now = tile_for(choose, x, *weights[0])
         bits = call(*weights[0], tile=now)
         times: dict[Any, float] = {}
         others = []
-        for tile in dict.fromkeys((now, *tiles_for(rows, gated))):
+        for tile in dict.fromkeys((now, *tiles_for(rows, gated, is_described=now.is_described))):
             try:
                 same = torch.equal(call(*weights[0], tile=tile), bits)
                 times[tile] = time_us(partial(call, tile=tile), weights, repeats=3)

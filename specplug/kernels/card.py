@@ -26,6 +26,11 @@ class Card:
         return self.capability >= (9, 0)
 
     @property
+    def copies_tiles(self) -> bool:
+        """Whether products read tiles by descriptors: a Hopper does. Measured on no other card."""
+        return self.capability[0] == 9
+
+    @property
     def is_nvidia(self) -> bool:
         """Whether it is a card of NVIDIA's."""
         return self.capability > (0, 0)

@@ -7,15 +7,24 @@ tiles serve the few rows of a decode step, large ones a prompt.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import attrs
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specplug.kernels.card import Card, card_of
 from specplug.kernels.dependent_launch import launch_options, let_next_start, wait_for_last
+from specplug.kernels.described_tiles import (
+    are_described,
+    described,
+    empty_rows,
+    row_stride,
+    rows_bucket,
+)
 from specplug.kernels.silu_mul import gated, silu_mul_reference
 
 _GROUP = 8
@@ -34,6 +43,7 @@ class Tile:
         depth: of K in one step.
         warps: of a program.
         stages: steps that are loaded ahead.
+        is_described: whether x and the weights are read by descriptors (``described_tiles``).
     """
 
     rows: int
@@ -41,29 +51,27 @@ class Tile:
     depth: int
     warps: int
     stages: int
+    is_described: bool = False
 
     def stage_bytes(self, num_weights: int) -> int:
         """Return the shared memory of a stage, with a tile of each of so many weights."""
         return 2 * self.depth * (self.rows + num_weights * self.columns)
 
 
-def rows_bucket(num_rows: int) -> int:
-    """Return the rows of a tile for so many rows.
-
-    From 17 rows on tiles have the 64 that a Hopper's wide tensor cores take at once.
-    """
-    return next((size for size in (16, 64) if num_rows <= size), 128)
-
-
 @lru_cache(4096)
-def choose_tile(num_outputs: int, num_inputs: int, num_rows: int) -> Tile:
-    """Return the tile for ``linear``. Found by measuring on an H100, at the shapes of an 8B Llama.
+def choose_tile(
+    num_outputs: int, num_inputs: int, num_rows: int, is_described: bool = False
+) -> Tile:
+    """Return the tile for ``linear``. Found by measuring on an H100, at the shapes of an 8B Llama;
+    those that are described on an H200.
 
     Few rows: the weights are read once, at the speed of the memory. Programs that read far ahead,
     in steps of 512 bytes of a row, come closest to it; a narrow product has narrow tiles, so that
     each of the card's processors has a program. Tiles of 64 rows leave no room for such steps. From
     65 rows on tiles stay so small that there are about as many programs as processors.
     """
+    if is_described:
+        return _described_tile(num_outputs, num_rows)
     rows = rows_bucket(num_rows)
     is_narrow = num_outputs <= 4096
     if rows == 128:
@@ -82,10 +90,28 @@ def _tile_of_many_rows(num_outputs: int, num_rows: int) -> Tile:
     return Tile(128, _widest(num_outputs, num_rows), 64, 8, 3)
 
 
+def _described_tile(num_outputs: int, num_rows: int) -> Tile:
+    """Return the tile for ``linear`` of 17 to 256 rows that are described."""
+    is_few = num_rows <= 64
+    if num_outputs <= 4096:
+        few = Tile(64, 32, 128, 4, 7) if is_few else Tile(64, 64, 128, 4, 6)
+        tile = few if num_rows <= 128 else Tile(64, 128, 64, 4, 7)
+    elif num_outputs <= 8192:
+        tile = Tile(64, 64, 128, 4, 5) if is_few else Tile(64, 128, 64, 4, 7)
+    else:
+        tile = Tile(64, 128, 128, 4, 4) if is_few else Tile(128, 128, 64, 8, 5)
+    return attrs.evolve(tile, is_described=True)
+
+
 @lru_cache(4096)
-def choose_gated_tile(num_outputs: int, num_inputs: int, num_rows: int) -> Tile:
+def choose_gated_tile(
+    num_outputs: int, num_inputs: int, num_rows: int, is_described: bool = False
+) -> Tile:
     """Return the tile for ``gated_linear``."""
     rows = rows_bucket(num_rows)
+    if is_described:
+        few, many = Tile(64, 64, 128, 4, 4, True), Tile(128, 128, 64, 8, 4, True)
+        return few if rows == 64 else many
     if rows == 128:
         depth = 128 if num_rows <= 128 else 64
         return Tile(rows, min(64, _widest(num_outputs, num_rows)), depth, 8, 3)
@@ -158,12 +184,36 @@ def products(
     return total, second
 
 
+@triton.jit
+def described_products(
+    x, weight, second_weight, row, column, second_column, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, IS_DOUBLE: tl.constexpr,
+):  # fmt: skip
+    """What ``products`` computes, bit by bit, of descriptors: beyond their shapes they read 0.
+
+    Args:
+        x, weight, second_weight: of tiles [BM, BK] and twice [BN, BK].
+        row, column, second_column: the first ones of the tiles.
+    """
+    total = tl.zeros((BM, BN), tl.float32)
+    second = tl.zeros((BM, BN), tl.float32)
+    for start in range(0, K, BK):
+        a = x.load([row, start])
+        b = weight.load([column, start])
+        if IS_DOUBLE:
+            c = second_weight.load([second_column, start])
+        total = tl.dot(a, b.T, total)
+        if IS_DOUBLE:
+            second = tl.dot(a, c.T, second)
+    return total, second
+
+
 @triton.jit(do_not_specialize=["M"])
 def _linear(
     x, weight, bias, residual, out, M, N, K, x_stride, weight_stride, residual_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr, PDL: tl.constexpr,
+    EVEN_K: tl.constexpr, IS_DESCRIBED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of ``linear``."""
     row_tile, column_tile = tile_of_program(M, N, BM, BN, GROUP)
@@ -174,11 +224,17 @@ def _linear(
     is_column = column < N
     wide_row, wide_column = row.to(tl.int64), column.to(tl.int64)
     wait_for_last(PDL)
-    x_places = x + wide_row[:, None] * x_stride + k[None, :]
-    places = weight + wide_column[None, :] * weight_stride + k[:, None]
-    total, _ = products(
-        x_places, places, places, is_row, is_column, k, K, 1, BM, BN, BK, EVEN_N, EVEN_K, False
-    )
+    if IS_DESCRIBED:
+        first = column_tile * BN
+        total, _ = described_products(
+            x, weight, weight, row_tile * BM, first, first, K, BM, BN, BK, False
+        )
+    else:
+        x_places = x + wide_row[:, None] * x_stride + k[None, :]
+        places = weight + wide_column[None, :] * weight_stride + k[:, None]
+        total, _ = products(
+            x_places, places, places, is_row, is_column, k, K, 1, BM, BN, BK, EVEN_N, EVEN_K, False
+        )
     let_next_start(PDL)
     result = total.to(out.dtype.element_ty)
     inside = is_row[:, None] & is_column[None, :]
@@ -195,7 +251,7 @@ def _linear(
 def _gated_linear(
     x, gate_weight, up_weight, out, M, N, K, x_stride, gate_stride, up_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, IS_DESCRIBED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of ``gated_linear``."""
     row_tile, column_tile = tile_of_program(M, N, BM, BN, GROUP)
@@ -206,13 +262,19 @@ def _gated_linear(
     is_column = column < N
     wide_row, wide_column = row.to(tl.int64), column.to(tl.int64)
     wait_for_last(PDL)
-    x_places = x + wide_row[:, None] * x_stride + k[None, :]
-    gate_places = gate_weight + wide_column[None, :] * gate_stride + k[:, None]
-    up_places = up_weight + wide_column[None, :] * up_stride + k[:, None]
-    gate, up = products(
-        x_places, gate_places, up_places, is_row, is_column, k, K, 1,
-        BM, BN, BK, EVEN_N, EVEN_K, True,
-    )  # fmt: skip
+    if IS_DESCRIBED:
+        first = column_tile * BN
+        gate, up = described_products(
+            x, gate_weight, up_weight, row_tile * BM, first, first, K, BM, BN, BK, True
+        )
+    else:
+        x_places = x + wide_row[:, None] * x_stride + k[None, :]
+        gate_places = gate_weight + wide_column[None, :] * gate_stride + k[:, None]
+        up_places = up_weight + wide_column[None, :] * up_stride + k[:, None]
+        gate, up = products(
+            x_places, gate_places, up_places, is_row, is_column, k, K, 1,
+            BM, BN, BK, EVEN_N, EVEN_K, True,
+        )  # fmt: skip
     let_next_start(PDL)
     dtype = out.dtype.element_ty
     result = gated(gate.to(dtype), up.to(dtype))
@@ -247,12 +309,13 @@ def linear(
     out = x.new_empty(rows, outputs)
     if not rows:
         return out
-    tile = tile or choose_tile(outputs, inputs, rows)
+    tile = tile or tile_for(choose_tile, x, weight)
     _linear[_grid(tile, rows, outputs)](
-        x, weight, weight if bias is None else bias, x if residual is None else residual, out,
-        rows, outputs, inputs, row_stride(x), weight.stride(0),
-        0 if residual is None else row_stride(residual), HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
+        *operands(tile, x, weight), out if bias is None else bias,
+        out if residual is None else residual, out, rows, outputs, inputs, row_stride(x),
+        weight.stride(0), 0 if residual is None else row_stride(residual),
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+        IS_DESCRIBED=tile.is_described,
         **compile_options(tile, outputs, inputs, 1, card_of(x.device)), **launch_options(x),
     )  # fmt: skip
     return out
@@ -273,13 +336,13 @@ def gated_linear(
     """
     rows, inputs = x.shape
     outputs = gate_weight.shape[0]
-    out = x.new_empty(rows, outputs)
+    out = empty_rows(x, rows, outputs)
     if not rows:
         return out
-    tile = tile or choose_gated_tile(outputs, inputs, rows)
+    tile = tile or tile_for(choose_gated_tile, x, gate_weight, up_weight)
     _gated_linear[_grid(tile, rows, outputs)](
-        x, gate_weight, up_weight, out, rows, outputs, inputs, row_stride(x),
-        gate_weight.stride(0), up_weight.stride(0),
+        *operands(tile, x, gate_weight, up_weight), out, rows, outputs, inputs, row_stride(x),
+        gate_weight.stride(0), up_weight.stride(0), IS_DESCRIBED=tile.is_described,
         **compile_options(tile, outputs, inputs, 2, card_of(x.device)), **launch_options(x),
     )  # fmt: skip
     return out
@@ -289,9 +352,16 @@ def _grid(tile: Tile, rows: int, outputs: int) -> tuple[int]:
     return (triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.columns),)
 
 
-def row_stride(x: Tensor) -> int:
-    """Return the distance of rows. That of a single row says nothing, and could be any."""
-    return x.stride(0) if len(x) > 1 else x.shape[1]
+def tile_for(choose: Callable[..., Tile], x: Tensor, *weights: Tensor) -> Tile:
+    """Return the tile that ``choose`` has for the product of x with weights [N, K]."""
+    return choose(*weights[0].shape, len(x), are_described(x, *weights))
+
+
+def operands(tile: Tile, x: Tensor, *weights: Tensor) -> Sequence[Tensor | TensorDescriptor]:
+    """Return x and the weights as a kernel takes them that computes such tiles."""
+    if not tile.is_described:
+        return x, *weights
+    return described(x, weights, (tile.rows, tile.columns, tile.depth))
 
 
 @lru_cache(4096)

@@ -36,6 +36,7 @@ from specplug.kernels.attention_sums import (
 )
 from specplug.kernels.card import Card, card_of
 from specplug.kernels.dependent_launch import launch_options, let_next_start, wait_for_last
+from specplug.kernels.described_tiles import empty_rows
 from specplug.kernels.prompt_attention_kernels import (
     GATHERED,
     PLACES,
@@ -438,7 +439,7 @@ class PagedAttention:
             [R, H * D].
         """
         num_rows, heads, dim = q.shape
-        out = torch.empty(num_rows, heads * dim, dtype=q.dtype, device=q.device)
+        out = empty_rows(q, num_rows, heads * dim)
         if num_rows == 0:
             return out
         assert q.stride(2) == 1

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specplug.kernels.dependent_launch import launch_options, let_next_start, wait_for_last
+from specplug.kernels.described_tiles import empty_rows
 
 _ELEMENTS = 1024
 """Elements of a program with short rows."""
@@ -100,7 +101,7 @@ def rms_norm(
     """
     rows, size = x.shape
     if out is None:
-        out = x.new_empty(rows, size)
+        out = empty_rows(x, rows, size)
     if rows:
         shape = _shape_options(size)
         _rms_norm[(triton.cdiv(rows, shape["ROWS"]),)](
@@ -123,7 +124,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
         [R, H] contiguous.
     """
     rows, size = x.shape
-    out = x.new_empty(rows, size)
+    out = empty_rows(x, rows, size)
     if rows:
         shape = _shape_options(size)
         _layer_norm[(triton.cdiv(rows, shape["ROWS"]),)](

@@ -20,14 +20,17 @@ from torch import Tensor
 
 from specplug.kernels.card import card_of
 from specplug.kernels.dependent_launch import launch_options, let_next_start, wait_for_last
+from specplug.kernels.described_tiles import row_stride
 from specplug.kernels.linear import (
     Tile,
     added,
     choose_tile,
     compile_options,
+    described_products,
     linear_reference,
+    operands,
     products,
-    row_stride,
+    tile_for,
     tile_of_program,
 )
 from specplug.kernels.rotary import load_halves, rotate_and_write_reference, rotated, store_halves
@@ -40,7 +43,8 @@ def _rotated_linear(
     key_slot_stride, key_head_stride, value_slot_stride, value_head_stride,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    HAS_BIAS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    IS_DESCRIBED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``BN`` columns of each half of one head, of one tile of rows."""
     PARTS: tl.constexpr = (HALF + BN - 1) // BN
@@ -64,12 +68,18 @@ def _rotated_linear(
     sin_places = sin + wide_row[:, None] * sin_stride + column[None, :]
     low_cos, high_cos = load_halves(cos_places, inside & is_rotated, HALF)
     low_sin, high_sin = load_halves(sin_places, inside & is_rotated, HALF)
-    x_places = x + wide_row[:, None] * x_stride + k[None, :]
-    low_places = weight + output[None, :] * weight_stride + k[:, None]
-    low_sum, high_sum = products(
-        x_places, low_places, low_places + HALF * weight_stride,
-        is_row, is_column, k, K, 1, BM, BN, BK, EVEN_N, EVEN_K, True,
-    )  # fmt: skip
+    if IS_DESCRIBED:
+        first = head * (2 * HALF) + part % PARTS * BN
+        low_sum, high_sum = described_products(
+            x, weight, weight, row_tile * BM, first, first + HALF, K, BM, BN, BK, True
+        )
+    else:
+        x_places = x + wide_row[:, None] * x_stride + k[None, :]
+        low_places = weight + output[None, :] * weight_stride + k[:, None]
+        low_sum, high_sum = products(
+            x_places, low_places, low_places + HALF * weight_stride,
+            is_row, is_column, k, K, 1, BM, BN, BK, EVEN_N, EVEN_K, True,
+        )  # fmt: skip
     let_next_start(PDL)
     dtype = q_out.dtype.element_ty
     low, high = low_sum.to(dtype), high_sum.to(dtype)
@@ -129,13 +139,13 @@ def rotated_linear(
     if not rows:
         return out
     half = dim // 2
-    tile = _tile_of_halves(tile or choose_tile(outputs, inputs, rows), half)
+    tile = _tile_of_halves(tile or tile_for(choose_tile, x, weight), half)
     parts = (q_heads + 2 * kv_heads) * triton.cdiv(half, tile.columns)
     _rotated_linear[(triton.cdiv(rows, tile.rows) * parts,)](
-        x, weight, weight if bias is None else bias, cos, sin, slots, out, keys, values, rows,
-        inputs, row_stride(x), weight.stride(0), row_stride(cos), row_stride(sin), keys.stride(0),
-        keys.stride(1), values.stride(0), values.stride(1), Q_HEADS=q_heads, KV_HEADS=kv_heads,
-        HALF=half, HAS_BIAS=bias is not None,
+        *operands(tile, x, weight), out if bias is None else bias, cos, sin, slots, out, keys,
+        values, rows, inputs, row_stride(x), weight.stride(0), row_stride(cos), row_stride(sin),
+        keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), Q_HEADS=q_heads,
+        KV_HEADS=kv_heads, HALF=half, HAS_BIAS=bias is not None, IS_DESCRIBED=tile.is_described,
         **compile_options(tile, half, inputs, 2, card_of(x.device)), **launch_options(x),
     )  # fmt: skip
     return out

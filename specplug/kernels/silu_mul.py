@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specplug.kernels.dependent_launch import launch_options, let_next_start, wait_for_last
+from specplug.kernels.described_tiles import empty_rows
 
 _BLOCK = 1024
 
@@ -45,7 +46,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
         [R, I] contiguous.
     """
     rows, columns = gate.shape
-    out = gate.new_empty(rows, columns)
+    out = empty_rows(gate, rows, columns)
     if rows:
         _silu_mul[rows, triton.cdiv(columns, _BLOCK)](
             gate, up, out, columns, gate.stride(0) if rows > 1 else columns,

@@ -9,6 +9,7 @@ own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -16,8 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from specplug.kernels.described_tiles import are_described
 from specplug.kernels.kernel_table import HALF
 from specplug.kernels.linear import gated_linear, linear
+from specplug.kernels.recorded_launches import recorded_launches
 from specplug.kernels.rotary import rotate_and_write
 from specplug.kernels.rotated_linear import rotated_linear
 from specplug.kernels.silu_mul import silu_mul
@@ -26,6 +29,9 @@ from specplug.model.quantization import is_plain_linear
 TARGET_KERNEL_ROWS = 128
 """The most rows of a target's product that the kernel computes. With what is fused into it it is as
 fast as cuBLAS, but for wide products from 65 rows on."""
+_NARROW = 4096
+"""The most columns of a product that its kernel computes faster than cuBLAS of all rows that can be
+described. cuBLAS splits such products over K, or leaves a part of the card idle."""
 _PADDINGS = (512, 64), (1 << 62, 128)
 """Padding of cuBLAS's rows: up to so many rows, to a multiple of so many. So few shapes have to
 be proved, and of drafts of 32 requests few passes have to be padded."""
@@ -83,7 +89,7 @@ class Products:
         Returns:
             [R, N] contiguous.
         """
-        if len(x) <= self.kernel_rows:
+        if len(x) <= self.kernel_rows or (self.exact and _is_narrow(x, weight)):
             return linear(x, weight, bias, residual)
         if not self.exact:
             out = F.linear(x, weight)
@@ -226,10 +232,13 @@ def find_row_variance(
         x = _sample(weight, max(TARGET_KERNEL_ROWS + 1, min(1024, _MOST_SAMPLED // len(weight))))
         whole = product(x)
         middle = len(x) // 2
-        ends = [n for n in (1, 16, TARGET_KERNEL_ROWS, _WIDE_ROWS) if n < len(x)]
+        ends = [n for n in (1, 16, 64, TARGET_KERNEL_ROWS, _WIDE_ROWS) if n < len(x)]
         parts = slice(middle, middle + 1), *(slice(0, end) for end in ends)
-        if not all(torch.equal(product(x[rows]), whole[rows]) for rows in parts):
-            found.append(name)
+        for launches in (nullcontext, recorded_launches):  # whose kernels are others
+            with launches():
+                if not all(torch.equal(product(x[rows]), whole[rows]) for rows in parts):
+                    found.append(name)
+                    break
     return found
 
 
@@ -241,6 +250,11 @@ def _rotate(weight: Tensor, head_dim: int, kv_heads: int, norms: HeadNorms, x: T
     keys, values = x.new_empty(2, len(x), kv_heads, head_dim)
     q = EXACT.rotated_linear(x, weight, None, cos, sin, slots, keys, values, norms)
     return torch.cat((q, keys, values), dim=1)
+
+
+def _is_narrow(x: Tensor, weight: Tensor) -> bool:
+    """Return whether the kernel computes a product faster than cuBLAS although it has many rows."""
+    return len(weight) <= _NARROW and are_described(x, weight)
 
 
 def _shape(weight: Tensor) -> str:

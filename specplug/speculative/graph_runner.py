@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import attrs
 
+from specplug.kernels.recorded_launches import recorded_launches
 from specplug.speculative.graph_recorder import GraphRecorder, Recorded
 
 _MOST_EPILOGUES = 32
@@ -180,7 +181,9 @@ class GraphRunner(PassRunner):
             elif self._waits:
                 recorded = None
         if recorded is None:
-            return known.inputs.cutter(self._forward(*known.inputs.arguments(given)))()
+            with recorded_launches():  # what is recorded next is compiled
+                output = self._forward(*known.inputs.arguments(given))
+            return known.inputs.cutter(output)()
         output = recorded.replay()
         if known.cut is None:
             known.cut = known.inputs.cutter(output)
@@ -195,7 +198,8 @@ class GraphRunner(PassRunner):
             bucket.arguments = arguments if self._has_epilogue else ()
             return self._forward(*arguments)
 
-        bucket.recorded = self.recorder.record(run, warms_up=self._warms_up)
+        with recorded_launches():
+            bucket.recorded = self.recorder.record(run, warms_up=self._warms_up)
         if bucket.recorded is not None:
             self.num_recordings += 1
             self.recorded.append(given.bucket)
@@ -232,12 +236,13 @@ class GraphRunner(PassRunner):
             own = last.inputs.epilogue_arguments(last.arguments)
             return epilogue(*own, last.recorded.output)
 
-        output = run()
-        if len(last.epilogues) < _MOST_EPILOGUES:
-            self.num_cold += 1
-            found = self.recorder.record(run)
-            if found is not None:
-                last.epilogues[key] = found, None
+        with recorded_launches():
+            output = run()
+            if len(last.epilogues) < _MOST_EPILOGUES:
+                self.num_cold += 1
+                found = self.recorder.record(run)
+                if found is not None:
+                    last.epilogues[key] = found, None
         return last.inputs.epilogue_cutter(output)()
 
     def close(self) -> None:

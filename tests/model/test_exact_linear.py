@@ -6,6 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from specplug.kernels import card
+from specplug.kernels.card import Card
+from specplug.kernels.described_tiles import empty_rows
+from specplug.kernels.recorded_launches import are_recorded, recorded_launches
 from specplug.model import exact_linear
 from specplug.model.exact_linear import (
     ExactLinear,
@@ -77,6 +81,24 @@ def test_products_add_in_the_same_order_for_many_rows(monkeypatch: pytest.Monkey
     torch.testing.assert_close(fast, few, rtol=1e-2, atol=2e-2)
 
 
+def test_narrow_products_of_a_hopper_are_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(card, "assumed", Card(232_448, (9, 0)))
+    monkeypatch.setattr(exact_linear, "linear", lambda x, weight, *more: x.new_zeros(1))
+    weights = torch.ones(64, 16, device=DEVICE).half(), torch.ones(8192, 16, device=DEVICE).half()
+
+    def is_kernels(rows: int, weight: torch.Tensor, *, exact: bool = True) -> bool:
+        x = empty_rows(weight, rows, 16).fill_(1.0)
+        return len(Products(exact=exact).linear(x, weight)) == 1
+
+    monkeypatch.setattr(exact_linear, "_many_rows", lambda x, weight, out: out)
+    assert not is_kernels(200, weights[0]), "it is not recorded"
+    with recorded_launches():
+        assert is_kernels(200, weights[0])
+        assert not is_kernels(300, weights[0]), "cuBLAS is faster"
+        assert not is_kernels(200, weights[1]), "cuBLAS is faster"
+        assert not is_kernels(200, weights[0], exact=False)
+
+
 @pytest.mark.parametrize("has_norms", [False, True])
 def test_products_rotate_many_rows_as_they_do_few(
     has_norms: bool, monkeypatch: pytest.MonkeyPatch
@@ -128,3 +150,15 @@ def test_find_row_variance_names_the_shapes(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(exact_linear, "linear", by_count)
     monkeypatch.setattr(exact_linear, "_is_proved", lambda *shape: False)
     assert find_row_variance(weights) == ["50 x 24"]
+
+
+def test_find_row_variance_tries_recorded_launches_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(48, 16, dtype=torch.float16, device=DEVICE)
+    monkeypatch.setattr(exact_linear, "_MOST_SAMPLED", 0)
+
+    def by_launch(x: torch.Tensor, weight: torch.Tensor, *more: object) -> torch.Tensor:
+        return x.new_full((len(x), len(weight)), float(are_recorded()))
+
+    monkeypatch.setattr(exact_linear, "linear", by_launch)
+    monkeypatch.setattr(exact_linear, "_is_proved", lambda *shape: False)
+    assert find_row_variance([weight]) == ["48 x 16"]

@@ -11,6 +11,7 @@ import torch
 from recorded_operations import Operations, record_operations
 from torch import Tensor
 
+from specplug.kernels.recorded_launches import are_recorded
 from specplug.speculative.graph_recorder import GraphRecorder, Recorded
 from specplug.speculative.graph_runner import GraphRunner
 from specplug.speculative.pass_arguments import BatchPadding
@@ -72,6 +73,31 @@ def test_without_warm_up_the_second_pass_is_recorded() -> None:
         runner(torch.ones(2))
         found.append((len(calls), runner.num_recordings, runner.num_cold))
     assert found == [(1, 0, 1), (2, 1, 2), (2, 1, 2)]
+
+
+@pytest.mark.parametrize("warms_up", [False, True])
+def test_kernels_hear_that_launches_are_recorded_or_will_be(warms_up: bool) -> None:
+    told: list[bool] = []
+
+    def passed(given: Tensor) -> Tensor:
+        told.append(are_recorded())
+        return given * 2
+
+    def followed(given: Tensor, output: Tensor) -> Tensor:
+        told.append(are_recorded())
+        return given + output
+
+    runner = GraphRunner(
+        passed, BatchPadding(), Counted(), most_buckets=1, warms_up=warms_up, has_epilogue=True
+    )
+    runner(torch.ones(2))
+    runner(torch.ones(2))
+    runner.run_epilogue("sum", followed)
+    assert len(told) >= 4
+    assert all(told)
+    told.clear()
+    runner(torch.ones(3))  # one bucket too many: it runs as it is
+    assert told == [False]
 
 
 def test_no_epilogue_follows_an_unrecorded_pass() -> None:
