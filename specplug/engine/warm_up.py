@@ -17,7 +17,13 @@ from specplug.engine.scheduler import SchedulerConfig
 from specplug.engine.step import StepRunner
 from specplug.engine.step_values import Decode, Prefill, PrefillChunk, SchedulerOutput
 from specplug.sampling_params import SamplingParams
-from specplug.speculative.buckets import MOST_IN_PARTS, MOST_ROWS, batch_sizes, row_buckets
+from specplug.speculative.buckets import (
+    MOST_IN_PARTS,
+    MOST_ROWS,
+    PRODUCT_STEP,
+    batch_sizes,
+    row_buckets,
+)
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.planned_drafts import TimedStep, WarmDrafter
 
@@ -175,6 +181,8 @@ class WarmUp:
                 yield from self._together(size)
             for params in _KINDS:
                 yield from self._decode(size, params)
+        if self._steps.runner.forms is not None:
+            yield from self._many_nodes(sizes[-1])
         if self._limits.mixed_chunk:
             yield from self._mixed()
 
@@ -212,6 +220,20 @@ class WarmUp:
         for drafter in self._drafters:
             for rooms in self._rooms(size, drafter):
                 # Prefilled each time anew, or they would grow by what a step accepts.
+                yield _prefill(requests)
+                yield _step(decode=self._decode_half(requests, rooms, drafter.who))
+
+    def _many_nodes(self, size: int) -> Iterator[SchedulerOutput]:
+        """Yield steps whose drafts of differing widths have more rows than any form: each number of
+        rows that products are padded to, since cuBLAS has other kernels for it."""
+        requests = self._requests([_PROMPT] * size)
+        for drafter in self._drafters:
+            whole = drafter.num_draft_tokens
+            if not (self._decodes and drafter.is_ragged):
+                continue
+            for rows in range(MOST_ROWS + PRODUCT_STEP, size * whole, PRODUCT_STEP):
+                wide, more = divmod(rows - size, whole - 1)
+                rooms = (whole,) * wide + (1 + more,) + (1,) * (size - wide - 1)
                 yield _prefill(requests)
                 yield _step(decode=self._decode_half(requests, rooms, drafter.who))
 

@@ -17,7 +17,7 @@ from specplug.model.padded_rows import GivenParts, cut_rows, size_of
 from specplug.model.pass_form import PassForm, PassSize
 from specplug.model.recorded_forms import RecordedForms
 from specplug.model.target import PassOutput, Target
-from specplug.speculative.buckets import batch_bucket
+from specplug.speculative.buckets import MOST_ROWS, batch_bucket
 from specplug.speculative.draft import Draft
 from specplug.speculative.graph_recorder import GraphRecorder
 from specplug.speculative.graph_runner import GraphRunner
@@ -30,6 +30,9 @@ Result = TypeVar("Result")
 _LOGITS = "logits"
 _DENSE_ROWS = 16
 """A product of fewer rows costs as much: drafts of differing widths are not packed then."""
+_MORE_ROWS = 1.25
+"""How many times as many rows a recorded pass of equal widths may have as the drafts of differing
+ones that it stands in for, where these have more rows than any form."""
 _MOST_FORMS = 160
 """The most forms of padded passes that are recorded."""
 _LARGE = 1 << 20
@@ -181,7 +184,7 @@ class ModelRunner:
     def _run_nodes(self, decode: PassPart, points: tuple[Point, ...]) -> PassOutput:
         """Run the nodes of drafts, replayed if passes are recorded. Then they have the same rows
         for every request: nodes that do not count run too, and what they give is dropped."""
-        if not self.verify_passes:
+        if not self.verify_passes or self._is_shorter_unrecorded(decode):
             return self.target.forward(decode.tokens, decode.plan, 0, points)
         draft = decode.draft
         assert draft is not None
@@ -197,6 +200,15 @@ class ModelRunner:
             {name: draft.select(tensor) for name, tensor in captured.items()},
             {point: draft.select(tensor) for point, tensor in kept.items()},
         )
+
+    def _is_shorter_unrecorded(self, decode: PassPart) -> bool:
+        """Return whether the nodes of drafts of differing widths are so many, and yet so much fewer
+        than nodes of equal widths, that a device computes them in less time than it takes to replay
+        those, although the host launches each kernel."""
+        plan, rows = decode.plan, len(decode.tokens)
+        if plan.padding is None or self.forms is None or rows <= MOST_ROWS:
+            return False
+        return batch_bucket(plan.bs) * plan.width > _MORE_ROWS * rows
 
     def run_epilogue(
         self, key: Hashable, epilogue: Callable[[Draft, PagedPlan, PassOutput], Result]

@@ -10,6 +10,9 @@ MOST_ROWS = 512
 """Rows of the largest pass whose rows are padded, the default of ``chunked_prefill_size``. A larger
 one keeps a GPU busy for longer than the host takes to launch its kernels one by one."""
 
+PRODUCT_STEP = 128
+"""Rows of a target's product beyond ``MOST_ROWS`` are padded to a multiple of so many."""
+
 MOST_IN_PARTS = 32
 """Rows of a request up to which kernels read its keys in parts; those of more in tiles."""
 

@@ -14,6 +14,7 @@ from runs_again import RunsAgain
 from torch import Tensor
 
 from specplug import LLM, SamplingParams
+from specplug.engine import warm_up as warm_up_steps
 from specplug.engine.warm_up import WarmUp
 from specplug.kernels import paged_attention_kernels as kernels
 from specplug.kernels.attention_form import AttentionForm
@@ -364,3 +365,29 @@ def test_passes_of_any_widths_are_replayed_after_a_warm_up(tiny_model: Path) -> 
         llm.generate([each[: 5 + 3 * i] for i, each in enumerate(pattern)], params)
         llm.check_pool()
         assert recorder.recorded == recorded
+
+
+def test_warm_up_runs_as_many_nodes_as_products_are_padded_to(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm_up_steps, "MOST_ROWS", 16)
+    monkeypatch.setattr(warm_up_steps, "PRODUCT_STEP", 4)
+    limits = {"max_running_requests": 8, "chunked_prefill_size": 16}
+    with LLM(
+        tiny_model, device="cpu", dtype="float64", speculative_algorithm="NGRAM", **limits
+    ) as llm:
+        core = llm.engine
+        drafters = warm_drafters(core.runtime, plans=False, has_draft_cache=False)
+        warm_up = WarmUp(
+            core.steps, core.hooks, core.scheduler.config, decodes=True, drafters=drafters,
+            ranks=None,
+        )  # fmt: skip
+        most = 8 * drafters[0].num_draft_tokens
+        assert not _rows_of_nodes(warm_up) >= set(range(20, most, 4)), "nothing is padded"
+        core.steps.runner.pad_passes(RunsAgain())
+        assert _rows_of_nodes(warm_up) >= set(range(20, most, 4))
+
+
+def _rows_of_nodes(warm_up: WarmUp) -> set[int]:
+    """Return the rows of the decode steps of a warm-up."""
+    return {sum(step.decode.max_draft_nodes) for step in warm_up.steps() if step.decode is not None}

@@ -34,11 +34,12 @@ from specplug import (
 from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.step import StepRunner
 from specplug.errors import PluginError
-from specplug.model import model_runner
+from specplug.model import model_runner, pass_form
 from specplug.model.model_runner import PassPart
 from specplug.model.padded_rows import GivenParts, size_of
 from specplug.model.pass_form import PassForm
 from specplug.speculative import graph_recorder
+from specplug.speculative.buckets import batch_bucket
 from specplug.speculative.graph_recorder import GraphRecorder
 from specplug.speculative.graph_runner import GraphRunner
 from specplug.speculative.hook_calls import HookCalls
@@ -168,6 +169,43 @@ def test_recorded_steps_of_any_widths_give_the_same_tokens(
         llm.check_pool()
     assert llm.engine.steps.runner.padded_pass.num_recordings
     assert followed[True] > 2 * followed[False]
+
+
+def test_many_nodes_of_differing_widths_are_not_filled_up(
+    start: Start, reference: Any, unverifying: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of more rows than any form replays equal widths only where that is not many more."""
+    monkeypatch.setattr(pass_form, "MOST_ROWS", 8)
+    monkeypatch.setattr(model_runner, "MOST_ROWS", 8)
+    known = reference.tokens(["greedy"] * 7)
+    llm = start(unverifying(known, right=0.7, ragged=True), max_running_requests=5)
+    _record_forms(llm)
+    runner = llm.engine.steps.runner
+    run_nodes, forward = type(runner)._run_nodes, runner.target.forward
+    ran: list[int] = []
+    seen: Counter[tuple[bool, bool]] = Counter()
+
+    def noted(self: Any, decode: PassPart, points: Any) -> Any:
+        ran.clear()
+        found = run_nodes(self, decode, points)
+        draft, rows = decode.draft, len(decode.tokens)
+        assert draft is not None
+        if draft.padding is not None and rows > 8:
+            has_more = batch_bucket(len(draft.tokens)) * draft.width > 1.25 * rows
+            seen[has_more, ran == [rows]] += 1
+        return found
+
+    def counted(tokens: Tensor, *more: Any) -> Any:
+        ran.append(len(tokens))
+        return forward(tokens, *more)
+
+    monkeypatch.setattr(type(runner), "_run_nodes", noted)
+    monkeypatch.setattr(runner.target, "forward", counted)
+    outputs = llm.generate(reference.prompts, reference.params["greedy"])
+    assert [output.token_ids for output in outputs] == list(known.values())
+    assert seen[True, True] > 2, "no step of many more rows ran as it is"
+    assert not seen[True, False]
+    llm.check_pool()
 
 
 def _record_forms(llm: LLM) -> None:
