@@ -18,6 +18,7 @@ from specplug.engine.step import StepRunner
 from specplug.engine.step_values import Decode, Prefill, PrefillChunk, SchedulerOutput
 from specplug.sampling_params import SamplingParams
 from specplug.speculative.buckets import (
+    MANY_ROWS,
     MOST_IN_PARTS,
     MOST_ROWS,
     PRODUCT_STEP,
@@ -31,7 +32,7 @@ _LONGEST_PROMPT = 2048
 """Prompt tokens from which on no kernel is compiled anew for more."""
 _MOST_PROMPTS = 8
 """Prompts that fill a step together; more are rare."""
-_MANY_ROWS = 64, 128, 256, 512
+_ROWS_OF_CHUNKS = 64, 128, 256, 512
 """Rows of the passes over chunks of many prompts that are recorded."""
 _AHEAD = 3
 """Prefills that a device still runs while the host launches a step that is to be timed."""
@@ -198,7 +199,7 @@ class WarmUp:
         """Yield steps that few tokens of many prompts fill, one of them longer: their forms have
         room for what is left of any prompts that the prefix cache has, or that go on."""
         running, most = self._limits.max_running_requests, self._limits.chunked_prefill_size
-        for rows in _MANY_ROWS:
+        for rows in _ROWS_OF_CHUNKS:
             size = min(running - 1, rows // 2)
             if size < 2 or rows > (most or _LONGEST_PROMPT):
                 continue
@@ -224,14 +225,14 @@ class WarmUp:
                 yield _step(decode=self._decode_half(requests, rooms, drafter.who))
 
     def _many_nodes(self, size: int) -> Iterator[SchedulerOutput]:
-        """Yield steps whose drafts of differing widths have more rows than any form: each number of
-        rows that products are padded to, since cuBLAS has other kernels for it."""
+        """Yield steps whose drafts of differing widths have many rows: each number that forms and
+        products are padded to, since cuBLAS has other kernels for it."""
         requests = self._requests([_PROMPT] * size)
         for drafter in self._drafters:
             whole = drafter.num_draft_tokens
             if not (self._decodes and drafter.is_ragged):
                 continue
-            for rows in range(MOST_ROWS + PRODUCT_STEP, size * whole, PRODUCT_STEP):
+            for rows in range(MANY_ROWS + PRODUCT_STEP, size * whole, PRODUCT_STEP):
                 wide, more = divmod(rows - size, whole - 1)
                 rooms = (whole,) * wide + (1 + more,) + (1,) * (size - wide - 1)
                 yield _prefill(requests)

@@ -25,7 +25,7 @@ from specplug.kernels.rotary import rotate_and_write
 from specplug.kernels.rotated_linear import rotated_linear
 from specplug.kernels.silu_mul import silu_mul
 from specplug.model.quantization import is_plain_linear
-from specplug.speculative.buckets import MOST_ROWS, PRODUCT_STEP
+from specplug.speculative.buckets import MANY_ROWS, PRODUCT_STEP
 
 TARGET_KERNEL_ROWS = 128
 """The most rows of a target's product that the kernel computes. With what is fused into it it is as
@@ -33,7 +33,7 @@ fast as cuBLAS, but for wide products from 65 rows on."""
 _NARROW = 4096
 """The most columns of a product that its kernel computes faster than cuBLAS of all rows that can be
 described. cuBLAS splits such products over K, or leaves a part of the card idle."""
-_PADDINGS = (MOST_ROWS, 64), (1 << 62, PRODUCT_STEP)
+_PADDINGS = (MANY_ROWS, 64), (1 << 62, PRODUCT_STEP)
 """Padding of cuBLAS's rows: up to so many rows, to a multiple of so many. So few shapes have to
 be proved, and of drafts of 32 requests few passes have to be padded."""
 _MOST_ROWS = 4096

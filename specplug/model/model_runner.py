@@ -17,7 +17,7 @@ from specplug.model.padded_rows import GivenParts, cut_rows, size_of
 from specplug.model.pass_form import PassForm, PassSize
 from specplug.model.recorded_forms import RecordedForms
 from specplug.model.target import PassOutput, Target
-from specplug.speculative.buckets import MOST_ROWS, batch_bucket
+from specplug.speculative.buckets import MANY_ROWS, batch_bucket
 from specplug.speculative.draft import Draft
 from specplug.speculative.graph_recorder import GraphRecorder
 from specplug.speculative.graph_runner import GraphRunner
@@ -32,7 +32,7 @@ _DENSE_ROWS = 16
 """A product of fewer rows costs as much: drafts of differing widths are not packed then."""
 _MORE_ROWS = 1.25
 """How many times as many rows a recorded pass of equal widths may have as the drafts of differing
-ones that it stands in for, where these have more rows than any form."""
+ones that it stands in for, where these have many and no form."""
 _MOST_FORMS = 160
 """The most forms of padded passes that are recorded."""
 _LARGE = 1 << 20
@@ -206,7 +206,7 @@ class ModelRunner:
         than nodes of equal widths, that a device computes them in less time than it takes to replay
         those, although the host launches each kernel."""
         plan, rows = decode.plan, len(decode.tokens)
-        if plan.padding is None or self.forms is None or rows <= MOST_ROWS:
+        if plan.padding is None or self.forms is None or rows <= MANY_ROWS:
             return False
         return batch_bucket(plan.bs) * plan.width > _MORE_ROWS * rows
 

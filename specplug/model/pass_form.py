@@ -183,3 +183,9 @@ class PassForm:
     def places(self) -> int:
         """Of rows, in the requests of all parts together."""
         return sum(part.bs * part.width for part in self.parts)
+
+    @property
+    def tiled(self) -> int:
+        """Those of them that attention reads in tiles: it looks at each, whether a row stands there
+        or not."""
+        return sum(p.bs * p.width for p in self.parts if p.width > MOST_IN_PARTS)

@@ -370,7 +370,7 @@ def test_passes_of_any_widths_are_replayed_after_a_warm_up(tiny_model: Path) -> 
 def test_warm_up_runs_as_many_nodes_as_products_are_padded_to(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warm_up_steps, "MOST_ROWS", 16)
+    monkeypatch.setattr(warm_up_steps, "MANY_ROWS", 16)
     monkeypatch.setattr(warm_up_steps, "PRODUCT_STEP", 4)
     limits = {"max_running_requests": 8, "chunked_prefill_size": 16}
     with LLM(

@@ -61,7 +61,7 @@ def test_pass_of_no_row_or_too_many_has_no_form() -> None:
     assert PassForm.of([PassSize(most)]) is not None
     assert PassForm.of([PassSize(most, size_of([1]))]) is None
     nodes = size_of([20] * 20)
-    assert PassForm.of([PassSize(size_of([300])), PassSize(decode=nodes)]) is None
+    assert PassForm.of([PassSize(size_of([900])), PassSize(decode=nodes)]) is None
 
 
 def test_size_is_told_to_other_ranks_as_it_is() -> None:

@@ -96,6 +96,21 @@ def test_form_of_as_many_rows_stands_in_for_long() -> None:
     assert runner.num_cold == 0
 
 
+def test_form_of_far_more_tiles_is_one_of_more_rows() -> None:
+    runner = Runner()
+    forms = forms_of(runner)
+    many = PassSize(prefill=size_of(257, *(1,) * 255))
+    few = PassSize(prefill=size_of(*(64,) * 8))
+    assert own(few).rows == own(many).rows
+    runner.run(own(many), 2)
+    asked = []
+    for _ in range(18):
+        asked.append(forms.of([few]))
+        runner.run(asked[-1])
+    assert asked == [own(many)] * 16 + [own(few)] * 2
+    assert runner.num_cold == 16
+
+
 def test_form_is_its_own_where_no_recorded_one_has_room() -> None:
     runner = Runner()
     forms = forms_of(runner)

@@ -176,7 +176,7 @@ def test_many_nodes_of_differing_widths_are_not_filled_up(
 ) -> None:
     """A step of more rows than any form replays equal widths only where that is not many more."""
     monkeypatch.setattr(pass_form, "MOST_ROWS", 8)
-    monkeypatch.setattr(model_runner, "MOST_ROWS", 8)
+    monkeypatch.setattr(model_runner, "MANY_ROWS", 8)
     known = reference.tokens(["greedy"] * 7)
     llm = start(unverifying(known, right=0.7, ragged=True), max_running_requests=5)
     _record_forms(llm)

@@ -22,7 +22,7 @@ from specplug.speculative.choice.cost_filter import CostFilter
 Array = np.ndarray
 Several = Sequence[float] | Array
 
-_KNOTS = np.array([*row_buckets(MOST_ROWS), 768, 1024, 1536, 2048, 4096], dtype=np.float64)
+_KNOTS = np.array([*row_buckets(MOST_ROWS), 1536, 2048, 4096], dtype=np.float64)
 _LOWER = np.concatenate([[0.0], _KNOTS[:-1]])
 _OF_DRAFTER = 5  # any, depth, requests, nodes, some
 _FIXED = len(_KNOTS) + 3  # and each request, context, raggedness
