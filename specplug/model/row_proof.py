@@ -1,13 +1,14 @@
 """Prove, when a target is loaded, that a row's bits depend on nothing but the row.
 
-The same tokens run in passes of 1, some, more than 64 and more than 128 rows, and as a tree; the
-same queries attend to the same long context in every way that a pass may read it. All results of a
-row are compared bit by bit.
+The same tokens run in passes of 1, some, more than 64 and more than 128 rows, as a tree, and by the
+kernels of recorded passes; the same queries attend to the same long context in every way that a
+pass may read it. All results of a row are compared bit by bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from specplug.kernels.attention_form import AttentionForm
+from specplug.kernels.recorded_launches import recorded_launches
 from specplug.kv.tensors import KVShape, drop_tensors, fill_cache
 from specplug.model.attention import AttentionKind
 from specplug.model.trials import RunPass, TrialRequests, random_tokens, rows_of
@@ -46,6 +48,7 @@ class _Pass:
         plan: of the pass.
         rows: of the pass that are compared; None: all.
         places: of these in the sequence.
+        is_recorded: whether its kernels are those of recorded passes.
     """
 
     name: str
@@ -53,6 +56,7 @@ class _Pass:
     plan: PagedPlan
     places: Tensor
     rows: Tensor | None = None
+    is_recorded: bool = False
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -111,7 +115,8 @@ class RowProof:
             for one in self._passes(requests, tokens, self.vocab_size):
                 states.clear()
                 begin_pass(len(one.tokens))
-                logits = run(one.tokens, one.plan, 0)
+                with recorded_launches() if one.is_recorded else nullcontext():
+                    logits = run(one.tokens, one.plan, 0)
                 results = [*states, logits.view(len(one.tokens), -1)]
                 first = first or results
                 variance = variance or _variance(one, results, first)
@@ -142,7 +147,10 @@ class RowProof:
         yield chunks("whole", (0, length))
         yield chunks("a row alone", (last, length))
         yield chunks("a row alone", (middle, middle + 1))
-        yield chunks(f"a chunk of {_CHUNK} rows", (max(0, length - _CHUNK), length))
+        chunk = chunks(f"a chunk of {_CHUNK} rows", (max(0, length - _CHUNK), length))
+        yield chunk
+        for one in (chunk, chunks("whole", (0, length))):
+            yield attrs.evolve(one, name=f"{one.name}, recorded", is_recorded=True)
         yield chunks("two requests together", (max(0, length - 8), length), (0, _SHORT))
         yield self._tree(requests, tokens, middle, limit)
 

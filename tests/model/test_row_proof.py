@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from specplug.errors import FallbackWarning
 from specplug.kernels import paged_attention
+from specplug.kernels.recorded_launches import are_recorded
 from specplug.kv.tensors import fill_cache
 from specplug.model import target as target_file
 from specplug.model.target import Target
@@ -99,6 +100,8 @@ def test_no_product_of_a_pass_has_one_row(config: str, build_model: Callable[...
         (lambda rows: rows == 1, "a row alone"),
         (lambda rows: 64 < rows <= 128, "a chunk of 70 rows"),
         (lambda rows: rows > 128, "a row alone"),
+        (lambda rows: are_recorded(), "a chunk of 70 rows, recorded"),
+        (lambda rows: are_recorded() and rows > 128, "whole, recorded"),
     ],
 )
 def test_module_with_a_kernel_for_some_rows_is_told(
