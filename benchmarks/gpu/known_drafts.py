@@ -10,6 +10,7 @@ weights nothing else is.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import attrs
@@ -216,13 +217,13 @@ class KnownNgram(Ngram):
         look_up, wrong = worker._look_up, self._wrong
 
         def known(request_ids: Sequence[str], rooms: Sequence[int], *rest: Any) -> Any:
-            requests = [worker.requests.get(each) for each in request_ids]
-            read = [0 if each is None else each.prompt_read + each.observed for each in requests]
-            found = [
-                1 + max(0, COPIED_STRETCH - place % STRETCH) if _is_partly(each) else _POSITIONS
-                for place, each in zip(read, requests, strict=True)
-            ]
-            own = [min(each) for each in zip(rooms, found, strict=True)]
+            read, own = [0] * len(request_ids), list(rooms)
+            for row, request in enumerate(map(worker.requests.get, request_ids)):
+                if request is None:
+                    continue
+                read[row] = place = request.prompt_read + request.observed
+                if _is_partly(request.owner):
+                    own[row] = min(own[row], 1 + max(0, COPIED_STRETCH - place % STRETCH))
             drafts = look_up(request_ids, own, *rest)
             tokens = drafts.tokens.numpy()[:, 1:]
             places = np.array(read)[:, None] + np.arange(tokens.shape[1]) + 31 * tokens
@@ -233,11 +234,10 @@ class KnownNgram(Ngram):
         return worker
 
 
-def _is_partly(request: Any) -> bool:
-    """Return whether only parts of a request's text are found."""
-    if request is None or request.owner is None:
-        return False
-    tenant = request.owner[1]
+@cache
+def _is_partly(owner: Any) -> bool:
+    """Return whether only parts of the text of an owner are found."""
+    tenant = None if owner is None else owner[1]
     return tenant is not None and tenant.startswith(PARTLY)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Hashable
 from copy import copy
 from functools import partial
-from itertools import accumulate, zip_longest
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -97,28 +97,26 @@ class FormInputs:
         widths = [inputs.widths for inputs in self._parts]
         if widths != self._widths:
             self._widths = widths
-            index = torch.frombuffer(self._indices(), dtype=torch.int64)
-            self._index.copy_(index, non_blocking=True)
+            self._index.copy_(torch.from_numpy(self._indices()), non_blocking=True)
         for inputs, part in zip(self._parts, there, strict=True):
             if inputs.widths is None and part is not None:
                 inputs.place_rows(part.plan)
 
-    def _indices(self) -> array[int]:
+    def _indices(self) -> np.ndarray:
         """Return what follows from the widths alone; zeros where the device alone knows these."""
-        form, index = self._form, array("q")
+        form, index = self._form, list[np.ndarray]()
         for part, inputs in zip(form.parts, self._parts, strict=True):
             if inputs.widths is None:
-                index.frombytes(bytes(8 * (part.rows + part.bs * part.width)))
-                continue
-            for places in part.places(inputs.widths):
-                index += places
+                index.append(np.zeros(part.rows + part.bs * part.width, dtype=np.int64))
+            else:
+                index += part.places(inputs.widths)
         if form.prefill is not None:
             widths = self._parts[0].widths
             assert widths is not None, "the host knows the widths of chunks"
-            ends = [end - 1 for end in accumulate(widths)]
-            index.extend(ends + [0] * (form.prefill.bs - len(ends)))
-            index.extend(range(form.prefill.rows, form.rows))
-        return index
+            ends = np.zeros(form.prefill.bs, dtype=np.int64)
+            ends[: len(widths)] = np.cumsum(widths) - 1
+            index += ends, np.arange(form.prefill.rows, form.rows)
+        return np.concatenate(index)
 
     def arguments(self, given: GivenParts) -> tuple[Any, ...]:
         """Return the arguments of the pass."""

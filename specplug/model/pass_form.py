@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from array import array
 from collections.abc import Sequence
 from typing import Self
 
 import attrs
+import numpy as np
 
 from specplug.speculative.buckets import (
     MOST_IN_PARTS,
@@ -104,16 +104,15 @@ class PartForm:
             and all(_requests(size, self.rows, self.width) <= self.bs for size in sizes)
         )
 
-    def places(self, widths: Sequence[int]) -> tuple[array[int], array[int]]:
+    def places(self, widths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return ``flat_index`` [R] and ``padded_rows`` [B * Q] of a ``Padding``, int64, for real
         requests of these widths."""
-        flat_index, padded_rows = array("q"), array("q", bytes(8 * self.bs * self.width))
-        counts = *widths, self.rows - sum(widths)
-        first_places = range(0, len(counts) * self.width, self.width)
-        for count, place in zip(counts, first_places, strict=True):
-            row = len(flat_index)
-            flat_index.extend(range(place, place + count))
-            padded_rows[place : place + count] = array("q", range(row, row + count))
+        counts = np.array([*widths, self.rows - sum(widths)], dtype=np.int64)
+        rows, starts = np.arange(self.rows), counts.cumsum() - counts
+        # A request's first row stands at its first place; so do the rows of padding after all.
+        flat_index = rows + np.repeat(np.arange(len(counts)) * self.width - starts, counts)
+        padded_rows = np.zeros(self.bs * self.width, dtype=np.int64)
+        padded_rows[flat_index] = rows
         return flat_index, padded_rows
 
     def widths(self, widths: Sequence[int]) -> tuple[int, ...]:
