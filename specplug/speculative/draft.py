@@ -389,8 +389,9 @@ class Draft:
             )
         if widths is not None:
             bs = tokens.shape[0]
-            each = type(widths) is tuple and all(type(w) is int for w in widths)
-            if not (each and len(widths) == bs and all(1 <= w <= width for w in widths)):
+            is_of_integers = type(widths) is tuple and set(map(type, widths)) <= {int}
+            are_there = is_of_integers and len(widths) == bs
+            if not are_there or (bs and not 1 <= min(widths) <= max(widths) <= width):
                 raise ValueError(
                     f"widths={shown(widths)}; expected one integer from 1 to {width} for each of "
                     f"the {bs} requests"
