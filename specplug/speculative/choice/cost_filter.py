@@ -15,8 +15,11 @@ _TRUSTED_NOISE = 0.015
 """The same of one that is no outlier."""
 _LEAST_NOISE, _MOST_NOISE = 0.03, 0.3
 _MOST_PART_NOISE = 0.8
-"""The most of a part by itself, but the first: a device waits for a host that is late now and then,
-and how long counts as often as that is."""
+"""The most of a drafter's part: a device waits for a host that is late now and then, and how long
+counts as often as that is."""
+PLAIN, DRAFTED = 0, 1
+"""Kinds of sums: a step without drafts, and the target's pass of one with drafts. Those of drafters
+have greater numbers."""
 _DRIFT = 0.012
 """Share by which the whole machine may change in a step."""
 _OWN_DRIFT = 0.002
@@ -25,7 +28,9 @@ _CLIP = 2.0
 """Standard deviations from which on a step counts as an outlier, and tells no more."""
 _FAR, _FAR_PART = 4.0, 12.0
 """How many times as far off it tells nothing: a kernel was compiled, or the process stood still.
-The second is of a part by itself, but the first."""
+The second is of a drafter's part."""
+_LEARNS_BIAS = 0.1
+"""How much a time counts in how far they are off on average."""
 _STREAK = 3
 """Outliers to one side in a row that are none: the machine has changed."""
 _JUMP = 0.3
@@ -34,6 +39,8 @@ _ALL, _OF = 48, 8
 """First times of a kind that all count; of later ones that are as expected one of so many."""
 _AS_EXPECTED = 1.5
 """Standard deviations up to which a time is as expected."""
+_AT_MOST = 0.1
+"""The same as a share, at most: of noisy times, too, those count that are off alike."""
 _NOTHING = 0.005
 """The same, as a share of the whole step of which it is a part."""
 _SETTLED = 16
@@ -56,20 +63,22 @@ class CostFilter:
         scales: [p] float64, what each may be off by at least, as a share of the first.
         likeness: [p, p] float64, how much costs are off alike: 1 on the diagonal.
         parts: kinds of sums, each with a noise of its own and outliers of its own: the many of one
-            kind say nothing of another one's.
+            kind say nothing of another one's. Where passes take long that have drafts, whatever
+            rows they have, what plain ones take is known all the same.
 
     Attributes:
         costs: [p] float64, seconds once something was measured.
         changes: how often they have changed, and how well they are known.
     """
 
-    def __init__(self, costs: Array, scales: Array, likeness: Array, parts: int = 1) -> None:
+    def __init__(self, costs: Array, scales: Array, likeness: Array, parts: int = 2) -> None:
         self.costs = np.array(costs, dtype=np.float64)
         self._least = scales
         self._likeness = likeness
         self._spread = _MOST_DOUBT**2 * self._alike()
         self._drift = np.zeros_like(self._spread)
         self._noise = [_NOISE] * parts
+        self._bias = [0.0] * parts
         self._streak = [0] * parts
         self._seen = [0] * parts
         self.changes = 0
@@ -95,7 +104,7 @@ class CostFilter:
         self,
         weights: Array,
         seconds: float,
-        part: int = 0,
+        part: int = PLAIN,
         *,
         trusted: bool = False,
     ) -> None:
@@ -124,7 +133,7 @@ class CostFilter:
         if not trusted:
             most = _CLIP * variance**0.5
             is_change = self._count(missed, most, expected, weights, part)
-            far = _FAR if part == 0 else _FAR_PART
+            far = _FAR if part <= DRAFTED else _FAR_PART
             if abs(missed) > far * most and not is_change:
                 return
             missed = min(max(missed, -most), most)
@@ -168,7 +177,8 @@ class CostFilter:
         if seen < _ALL or seen % _OF == 0 or self._noise[part] > _MOST_NOISE:
             return True
         missed = abs(seconds - expected)
-        return missed >= max(_AS_EXPECTED * self._noise[part] * expected, _NOTHING * whole)
+        as_expected = min(_AS_EXPECTED * self._noise[part], _AT_MOST)
+        return missed >= max(as_expected * expected, _NOTHING * whole)
 
     def doubt(self, weights: Array) -> float:
         """Return the standard deviation of the expected sum of ``weights`` [p], as a share."""
@@ -186,9 +196,12 @@ class CostFilter:
     ) -> bool:
         """Learn how noisy times are; open up where several of a kind in a row are off to one side,
         and return whether they are."""
-        limit = _MOST_NOISE if part == 0 else _MOST_PART_NOISE
-        share = min(abs(missed) / expected, 1.6 * limit)
-        noise = self._noise[part] + 0.03 * (1.25 * share - self._noise[part])
+        limit = _MOST_NOISE if part <= DRAFTED else _MOST_PART_NOISE
+        share = min(max(missed / expected, -1.6 * limit), 1.6 * limit)
+        # What is off by as much each time is no noise.
+        around = abs(share - self._bias[part])
+        self._bias[part] += _LEARNS_BIAS * (share - self._bias[part])
+        noise = self._noise[part] + 0.03 * (1.25 * around - self._noise[part])
         self._noise[part] = min(max(noise, _LEAST_NOISE), limit)
         if abs(missed) <= most:
             self._streak[part] = 0
@@ -199,7 +212,7 @@ class CostFilter:
         if abs(self._streak[part]) < _STREAK:
             return False
         self._streak[part] = 0
-        changed = self.costs if part == 0 else self.costs * (weights > 0)
+        changed = self.costs if part <= DRAFTED else self.costs * (weights > 0)
         self._spread += (_JUMP**2) * np.outer(changed, changed)
         return True
 

@@ -283,10 +283,14 @@ class MeasuredChoice:
         return sum(report.seconds.get(part, 0.0) for part in ("propose", "extend"))
 
     def _seconds(self, report: StepReport) -> float | None:
-        """Return the time of a step; None if it did not only decode, or is cold."""
+        """Return the time of a step; None if it did not only decode, or is cold. A device that
+        waits before the pass though nobody drafts waits for a host that is late for another reason,
+        as after a prefill: that is left out."""
         if report.mode != "decode" or report.is_cold:
             return None
-        device = sum(report.seconds.get(part, 0.0) for part in _ON_DEVICE)
+        is_plain = not any(name in self._places for name in report.drafters)
+        left_out = ("propose",) if is_plain and not self._on_cpu else ()
+        device = sum(report.seconds.get(part, 0.0) for part in _ON_DEVICE if part not in left_out)
         host = report.seconds.get("host", 0.0)
         # Beside a device the host works while that does.
         return device + host if self._on_cpu else max(device, host)

@@ -17,7 +17,7 @@ import attrs
 import numpy as np
 
 from specplug.speculative.buckets import MOST_ROWS, row_buckets
-from specplug.speculative.choice.cost_filter import CostFilter
+from specplug.speculative.choice.cost_filter import DRAFTED, PLAIN, CostFilter
 
 Array = np.ndarray
 Several = Sequence[float] | Array
@@ -152,7 +152,8 @@ class StepCosts:
         likeness = np.eye(len(costs))
         spans = np.arange(1, len(_KNOTS))
         likeness[1 : len(_KNOTS), 1 : len(_KNOTS)] = _LIKENESS ** abs(spans - spans[:, None])
-        self._filter = CostFilter(np.array(costs), np.array(scales), likeness, 1 + algorithms)
+        parts = DRAFTED + 1 + algorithms
+        self._filter = CostFilter(np.array(costs), np.array(scales), likeness, parts)
         self._is_fixed = is_fixed
         self._padded = padded
         self.waiting = tuple(waiting)
@@ -214,14 +215,15 @@ class StepCosts:
         if self._is_fixed or not seconds > 0:
             return
         whole = None if trusted else seconds
-        if draft_seconds is None or not any(work.requests) or draft_seconds >= seconds:
-            self._learn(work, seconds, 0, (True, True), whole)
+        part = DRAFTED if any(work.requests) else PLAIN
+        if draft_seconds is None or part == PLAIN or draft_seconds >= seconds:
+            self._learn(work, seconds, part, (True, True), whole)
             return
-        self._learn(work, seconds - draft_seconds, 0, (True, False), whole)
+        self._learn(work, seconds - draft_seconds, part, (True, False), whole)
         if draft_seconds > 0:
             hidden = self._hidden(work)
             shown = [a for a in range(self.algorithms) if a not in hidden]
-            part = 1 + max(shown, key=lambda a: work.requests[a])
+            part = DRAFTED + 1 + max(shown, key=lambda a: work.requests[a])
             self._learn(work, draft_seconds, part, (False, True), whole)
 
     def _learn(

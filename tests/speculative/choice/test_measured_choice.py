@@ -11,7 +11,7 @@ import attrs
 import pytest
 import torch
 
-from specplug.speculative.choice.draft_policy import DraftPolicy
+from specplug.speculative.choice.draft_policy import DraftPolicy, StepOutcome
 from specplug.speculative.choice.measured_choice import MeasuredChoice
 from specplug.speculative.draft_plan import DraftChoices, DraftPlan, DraftWish, ForeseenDrafts
 from specplug.speculative.report import StepReport
@@ -255,3 +255,23 @@ def test_cold_steps_say_nothing_of_costs() -> None:
         choice.on_step(report_of("NONE", 1, 1, seconds={"target": 0.01}, is_cold=is_cold))
         assert choice.costs is not None
         assert choice.costs.is_measured != is_cold
+
+
+@pytest.mark.parametrize("drafter", ["NONE", "A"])
+def test_plain_steps_do_not_cost_what_a_device_waits_before_them(
+    drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that is late after a prefill is late whoever drafts."""
+    choice, seen = MeasuredChoice(), list[float | None]()
+    observe = DraftPolicy.observe
+
+    def noted(self: DraftPolicy, outcome: StepOutcome) -> None:
+        seen.append(outcome.seconds)
+        observe(self, outcome)
+
+    monkeypatch.setattr(DraftPolicy, "observe", noted)
+    monkeypatch.setattr(RUNTIME, "device", torch.device("cuda"))
+    planned(choice, foresees=False)
+    took = {"propose": 0.004, "target": 0.01, "verify": 0.001, "host": 0.002}
+    choice.on_step(report_of(drafter, 1, 1, seconds=took))
+    assert seen == [pytest.approx(0.011 if drafter == "NONE" else 0.015)]

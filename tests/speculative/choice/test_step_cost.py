@@ -156,3 +156,21 @@ def test_times_as_expected_are_learned_from_seldom() -> None:
     for _ in range(20):
         costs.observe(work(4, depth=3), 0.012, 0.008)
     assert costs.seconds(work(4, depth=3)) == pytest.approx(0.012, rel=0.1)
+
+
+def test_plain_steps_are_known_beside_passes_that_take_any_time() -> None:
+    """As where passes over drafts are filled up to as many rows each time."""
+    costs, chance = StepCosts(1, GPU_COSTS, padded=True), np.random.default_rng(0)
+    for bs in (64, 128, 256):
+        for width in (1, 2, 4, 8):
+            took = 0.004 + 0.000023 * bs * width
+            costs.observe(work(bs * width, bs=bs), took, trusted=True)
+    plain = work(256, bs=256)
+    for _ in range(30):
+        for _ in range(4):
+            rows = int(chance.integers(560, 1150))
+            costs.observe(work(rows, bs=256, depth=7), 0.05, 0.002)
+        costs.observe(plain, 0.0098)
+    for _ in range(8):
+        costs.observe(plain, 0.0098)
+    assert costs.seconds(plain) == pytest.approx(0.0098, rel=0.1)
