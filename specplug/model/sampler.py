@@ -89,8 +89,9 @@ class Sampler:
         values = torch.tensor(settings, dtype=torch.float32)  # whatever the process's default is
         self._settings[row] = values.to(self._device, non_blocking=True)
         self._log_min_p[row] = self._settings[row, _COLUMNS.index("min_p")].log()
-        self._seeds[row] = seed
-        self._random[row] = not p.greedy
+        # An item of a GPU's tensor that is set by ``=`` waits for all that was launched before.
+        self._seeds[row].fill_(seed)
+        self._random[row].fill_(not p.greedy)
         if p.needs & Needs.BIAS:
             self._admit_bias(row, p.logit_bias)
         elif self._bias is not None:
@@ -100,9 +101,9 @@ class Sampler:
         enders = sorted(token for token in banned.early if token < self._size[1])
         if p.needs & Needs.MIN_TOKENS and enders:
             self._admit_enders(row, enders)
-            self._may_end_at[row] = len(prompt) + p.min_tokens
+            self._may_end_at[row].fill_(len(prompt) + p.min_tokens)
         else:
-            self._may_end_at[row] = 0
+            self._may_end_at[row].fill_(0)
 
     @property
     def form(self) -> Hashable:
@@ -300,7 +301,7 @@ class Sampler:
             once = torch.ones_like(counted, dtype=torch.int32)
             self._output_counts[row].index_add_(0, counted, once)
         self._in_prompt[row] = False
-        self._in_prompt[row, upload(prompt, self._device)] = True
+        self._in_prompt[row].index_fill_(0, upload(prompt, self._device), True)
 
 
 def _path_of(draft: Draft) -> Path:

@@ -93,7 +93,7 @@ class Calibration:
         """Say of what kind the request is that gets a row of the request table."""
         if self._kinds[row] is not kind:
             self._kinds[row] = kind
-            self._tables.first_cells[row] = kind * DEPTHS * BINS
+            self._tables.first_cells[row].fill_(kind * DEPTHS * BINS)
 
     def count_step(self) -> None:
         """Count a step; from time to time compute the rates anew, of counts that fade."""

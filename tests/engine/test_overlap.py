@@ -1,4 +1,4 @@
-"""Between resolve and publish nothing on the host waits for the device."""
+"""Nothing on the host waits for the device: neither in a step, nor where a request is admitted."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from shallow_target import ShallowTarget
 from torch.overrides import TorchFunctionMode
 
 from specplug import LLM, SamplingParams
+from specplug.engine.engine import Engine
 from specplug.engine.step import StepRunner
 from specplug.registry import Registry
 
@@ -36,7 +37,8 @@ SHAPES = [("SUCCESSORS", None)] + [
 
 
 class HostReads(TorchFunctionMode):
-    """Counts what reads a tensor on the host; a boolean index too, whose result has its count."""
+    """Counts what reads a tensor on the host; a boolean index too, whose result has its count, and
+    a number that is copied to one item, or to those of an index: the host waits for the copy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,21 +52,36 @@ class HostReads(TorchFunctionMode):
             parts = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(isinstance(p, torch.Tensor) and p.dtype is torch.bool for p in parts):
                 self.found[f"{name} by a mask"] += 1
+        if name == "__setitem__" and isinstance(args[2], int | float):
+            is_item = len(parts) == args[0].dim() and all(isinstance(p, int) for p in parts)
+            if is_item or any(isinstance(p, torch.Tensor) for p in parts):
+                self.found["__setitem__ of a number"] += 1
         return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> HostReads:
-    """Every step is counted, but for the checks that only run in tests."""
+    """Every step and admission is counted, but for the checks that only run in tests."""
+    counted = HostReads()
+    run_within(monkeypatch, lambda: counted)
+    return counted
+
+
+def run_within(monkeypatch: pytest.MonkeyPatch, block: Callable[[], Any]) -> None:
+    """Have steps launched, and requests admitted, within a block."""
     monkeypatch.setattr("specplug.debug.DEBUG", False)
-    counted, launch = HostReads(), StepRunner.launch
+    launch, admit = StepRunner.launch, Engine._admit
 
     def run(self: StepRunner, step: Any) -> Any:
-        with counted:
+        with block():
             return launch(self, step)
 
+    def enter(self: Engine, request: Any) -> None:
+        with block():
+            admit(self, request)
+
     monkeypatch.setattr(StepRunner, "launch", run)
-    return counted
+    monkeypatch.setattr(Engine, "_admit", enter)
 
 
 def settings() -> list[SamplingParams]:
@@ -106,7 +123,14 @@ def test_the_counter_counts(reads: HostReads) -> None:
         assert tensor.tolist() == [0, 1, 2, 3]
         assert bool(tensor[1] > 0)
         tensor[tensor > 1] = 0
-    assert reads.found == {"item": 1, "tolist": 1, "__bool__": 1, "__setitem__ by a mask": 1}
+        tensor[1:] = 0  # a kernel takes the number
+        tensor[1].fill_(1)
+    found = {"item": 1, "tolist": 1, "__bool__": 1, "__setitem__ by a mask": 1}
+    assert reads.found == {**found, "__setitem__ of a number": 1}
+    with reads:
+        tensor[1] = 1
+        tensor[torch.tensor([0])] = 1
+    assert reads.found["__setitem__ of a number"] == 3
 
 
 @contextmanager
@@ -131,14 +155,7 @@ def test_no_step_waits_for_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
     successors: Callable[[], Any],
 ) -> None:
-    monkeypatch.setattr("specplug.debug.DEBUG", False)
-    launch = StepRunner.launch
-
-    def run(self: StepRunner, step: Any) -> Any:
-        with no_waiting():
-            return launch(self, step)
-
-    monkeypatch.setattr(StepRunner, "launch", run)
+    run_within(monkeypatch, no_waiting)
     with LLM(
         dtype="float32",
         speculative_algorithm=successors() if name == "SUCCESSORS" else name,
