@@ -70,17 +70,17 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> HostReads:
 def run_within(monkeypatch: pytest.MonkeyPatch, block: Callable[[], Any]) -> None:
     """Have steps launched, and requests admitted, within a block."""
     monkeypatch.setattr("specplug.debug.DEBUG", False)
-    launch, admit = StepRunner.launch, Engine._admit
+    run, admit = StepRunner.run, Engine._admit
 
-    def run(self: StepRunner, step: Any) -> Any:
+    def launch(self: StepRunner, step: Any) -> Any:
         with block():
-            return launch(self, step)
+            return run(self, step)
 
     def enter(self: Engine, request: Any) -> None:
         with block():
             admit(self, request)
 
-    monkeypatch.setattr(StepRunner, "launch", run)
+    monkeypatch.setattr(StepRunner, "run", launch)
     monkeypatch.setattr(Engine, "_admit", enter)
 
 
