@@ -33,6 +33,9 @@ _DENSE_ROWS = 16
 _MORE_ROWS = 1.25
 """How many times as many rows a recorded pass of equal widths may have as the drafts of differing
 ones that it stands in for, where these have many and no form."""
+_LAUNCHED = 2.6e11
+"""Rows times the weights of a layer that keep a GPU busy for as long as a host takes to launch the
+layer's kernels: 0.8 ms, beside an H200."""
 _MOST_FORMS = 160
 """The most forms of padded passes that are recorded."""
 _LARGE = 1 << 20
@@ -85,6 +88,8 @@ class ModelRunner:
         self.verify_passes: dict[frozenset[str], GraphRunner] = {}
         self.padded_pass: GraphRunner | None = None
         self.forms: RecordedForms | None = None
+        weights = sum(p.numel() for layer in target.capture.layers for p in layer.parameters())
+        self._layer_weights = weights / max(1, target.num_layers)
         self._ranks = target.ranks
         self._verified: GraphRunner | None = None
         self._buffers: dict[Hashable, Tensor] = {}
@@ -203,12 +208,13 @@ class ModelRunner:
 
     def _is_shorter_unrecorded(self, decode: PassPart) -> bool:
         """Return whether the nodes of drafts of differing widths are so many, and yet so much fewer
-        than nodes of equal widths, that a device computes them in less time than it takes to replay
-        those, although the host launches each kernel."""
+        than nodes of equal widths, that they take less time than a replay of those although the
+        host launches each kernel. With a small target they do not."""
         plan, rows = decode.plan, len(decode.tokens)
         if plan.padding is None or self.forms is None or rows <= MANY_ROWS:
             return False
-        return batch_bucket(plan.bs) * plan.width > _MORE_ROWS * rows
+        filled = batch_bucket(plan.bs) * plan.width
+        return filled > _MORE_ROWS * rows and filled * self._layer_weights > _LAUNCHED
 
     def run_epilogue(
         self, key: Hashable, epilogue: Callable[[Draft, PagedPlan, PassOutput], Result]
