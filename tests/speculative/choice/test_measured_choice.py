@@ -258,7 +258,7 @@ def test_cold_steps_say_nothing_of_costs() -> None:
 
 
 @pytest.mark.parametrize("drafter", ["NONE", "A"])
-def test_plain_steps_do_not_cost_what_a_device_waits_before_them(
+def test_plain_steps_do_not_cost_what_a_device_waits_before(
     drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A host that is late after a prefill is late whoever drafts."""
