@@ -26,7 +26,7 @@ from .conftest import Normal
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-PLACES, DESCRIBED = Tile(16, 32, 64, 4, 2), Tile(64, 16, 32, 4, 2, is_described=True)
+PLACES, DESCRIBED = Tile(16, 32, 64, 4, 2), Tile(64, 32, 32, 4, 2, is_described=True)
 SHAPES = [(20, 48, 64), (70, 40, 192), (33, 96, 72)]
 
 
