@@ -27,6 +27,8 @@ from specplug.kernels.described_tiles import (
 )
 from specplug.kernels.silu_mul import gated, silu_mul_reference
 
+NARROW = 4096
+"""The most columns of a narrow product: it has so few tiles that they are small."""
 _GROUP = 8
 """Tiles of rows that run side by side, so that they find the weights in the cache."""
 _FEWEST_PROGRAMS = 100
@@ -73,7 +75,7 @@ def choose_tile(
     if is_described:
         return _described_tile(num_outputs, num_rows)
     rows = rows_bucket(num_rows)
-    is_narrow = num_outputs <= 4096
+    is_narrow = num_outputs <= NARROW
     if rows == 128:
         return _tile_of_many_rows(num_outputs, num_rows)
     if rows == 64:
@@ -83,7 +85,7 @@ def choose_tile(
 
 def _tile_of_many_rows(num_outputs: int, num_rows: int) -> Tile:
     """Return the tile for ``linear`` of more than 64 rows."""
-    if num_outputs <= 4096 and num_rows <= 256:
+    if num_outputs <= NARROW and num_rows <= 256:
         return Tile(64, 64, 128, 4, 5) if num_rows <= 128 else Tile(64, 128, 128, 4, 4)
     if num_outputs <= 8192 and num_rows <= 256:
         return Tile(64, 128, 128, 8, 4) if num_rows <= 128 else Tile(128, 128, 64, 8, 5)
@@ -93,7 +95,7 @@ def _tile_of_many_rows(num_outputs: int, num_rows: int) -> Tile:
 def _described_tile(num_outputs: int, num_rows: int) -> Tile:
     """Return the tile for ``linear`` of 17 to 256 rows that are described."""
     is_few = num_rows <= 64
-    if num_outputs <= 4096:
+    if num_outputs <= NARROW:
         few = Tile(64, 32, 128, 4, 7) if is_few else Tile(64, 64, 128, 4, 6)
         tile = few if num_rows <= 128 else Tile(64, 128, 64, 4, 7)
     elif num_outputs <= 8192:
@@ -208,6 +210,33 @@ def described_products(
     return total, second
 
 
+@triton.jit
+def row_products(
+    x, weight, second_weight, row, column, second_column, is_row, is_column, K,
+    x_stride, weight_stride, second_stride,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr, IS_DOUBLE: tl.constexpr, IS_DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    """A tile of the product of rows of x with rows of a weight, from ``row`` and ``column`` on, and
+    that with a second weight: ``described_products`` of descriptors, else ``products``."""
+    if IS_DESCRIBED:
+        total, second = described_products(
+            x, weight, second_weight, row, column, second_column, K, BM, BN, BK, IS_DOUBLE
+        )
+    else:
+        k = tl.arange(0, BK)
+        rows = (row + tl.arange(0, BM)).to(tl.int64)
+        columns = (column + tl.arange(0, BN)).to(tl.int64)
+        seconds = (second_column + tl.arange(0, BN)).to(tl.int64)
+        total, second = products(
+            x + rows[:, None] * x_stride + k[None, :],
+            weight + columns[None, :] * weight_stride + k[:, None],
+            second_weight + seconds[None, :] * second_stride + k[:, None],
+            is_row, is_column, k, K, 1, BM, BN, BK, EVEN_N, EVEN_K, IS_DOUBLE,
+        )  # fmt: skip
+    return total, second
+
+
 @triton.jit(do_not_specialize=["M"])
 def _linear(
     x, weight, bias, residual, out, M, N, K, x_stride, weight_stride, residual_stride,
@@ -219,22 +248,15 @@ def _linear(
     row_tile, column_tile = tile_of_program(M, N, BM, BN, GROUP)
     row = row_tile * BM + tl.arange(0, BM)
     column = column_tile * BN + tl.arange(0, BN)
-    k = tl.arange(0, BK)
     is_row = row < M
     is_column = column < N
-    wide_row, wide_column = row.to(tl.int64), column.to(tl.int64)
+    wide_row = row.to(tl.int64)
     wait_for_last(PDL)
-    if IS_DESCRIBED:
-        first = column_tile * BN
-        total, _ = described_products(
-            x, weight, weight, row_tile * BM, first, first, K, BM, BN, BK, False
-        )
-    else:
-        x_places = x + wide_row[:, None] * x_stride + k[None, :]
-        places = weight + wide_column[None, :] * weight_stride + k[:, None]
-        total, _ = products(
-            x_places, places, places, is_row, is_column, k, K, 1, BM, BN, BK, EVEN_N, EVEN_K, False
-        )
+    first = column_tile * BN
+    total, _ = row_products(
+        x, weight, weight, row_tile * BM, first, first, is_row, is_column, K,
+        x_stride, weight_stride, weight_stride, BM, BN, BK, EVEN_N, EVEN_K, False, IS_DESCRIBED,
+    )  # fmt: skip
     let_next_start(PDL)
     result = total.to(out.dtype.element_ty)
     inside = is_row[:, None] & is_column[None, :]
@@ -257,24 +279,15 @@ def _gated_linear(
     row_tile, column_tile = tile_of_program(M, N, BM, BN, GROUP)
     row = row_tile * BM + tl.arange(0, BM)
     column = column_tile * BN + tl.arange(0, BN)
-    k = tl.arange(0, BK)
     is_row = row < M
     is_column = column < N
-    wide_row, wide_column = row.to(tl.int64), column.to(tl.int64)
+    wide_row = row.to(tl.int64)
     wait_for_last(PDL)
-    if IS_DESCRIBED:
-        first = column_tile * BN
-        gate, up = described_products(
-            x, gate_weight, up_weight, row_tile * BM, first, first, K, BM, BN, BK, True
-        )
-    else:
-        x_places = x + wide_row[:, None] * x_stride + k[None, :]
-        gate_places = gate_weight + wide_column[None, :] * gate_stride + k[:, None]
-        up_places = up_weight + wide_column[None, :] * up_stride + k[:, None]
-        gate, up = products(
-            x_places, gate_places, up_places, is_row, is_column, k, K, 1,
-            BM, BN, BK, EVEN_N, EVEN_K, True,
-        )  # fmt: skip
+    first = column_tile * BN
+    gate, up = row_products(
+        x, gate_weight, up_weight, row_tile * BM, first, first, is_row, is_column, K,
+        x_stride, gate_stride, up_stride, BM, BN, BK, EVEN_N, EVEN_K, True, IS_DESCRIBED,
+    )  # fmt: skip
     let_next_start(PDL)
     dtype = out.dtype.element_ty
     result = gated(gate.to(dtype), up.to(dtype))

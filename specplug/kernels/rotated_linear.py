@@ -26,10 +26,9 @@ from specplug.kernels.linear import (
     added,
     choose_tile,
     compile_options,
-    described_products,
     linear_reference,
     operands,
-    products,
+    row_products,
     tile_for,
     tile_of_program,
 )
@@ -52,7 +51,6 @@ def _rotated_linear(
     head = part // PARTS
     row = row_tile * BM + tl.arange(0, BM)
     column = part % PARTS * BN + tl.arange(0, BN)
-    k = tl.arange(0, BK)
     is_row = row < M
     is_column = column < HALF
     inside = is_row[:, None] & is_column[None, :]
@@ -68,18 +66,11 @@ def _rotated_linear(
     sin_places = sin + wide_row[:, None] * sin_stride + column[None, :]
     low_cos, high_cos = load_halves(cos_places, inside & is_rotated, HALF)
     low_sin, high_sin = load_halves(sin_places, inside & is_rotated, HALF)
-    if IS_DESCRIBED:
-        first = head * (2 * HALF) + part % PARTS * BN
-        low_sum, high_sum = described_products(
-            x, weight, weight, row_tile * BM, first, first + HALF, K, BM, BN, BK, True
-        )
-    else:
-        x_places = x + wide_row[:, None] * x_stride + k[None, :]
-        low_places = weight + output[None, :] * weight_stride + k[:, None]
-        low_sum, high_sum = products(
-            x_places, low_places, low_places + HALF * weight_stride,
-            is_row, is_column, k, K, 1, BM, BN, BK, EVEN_N, EVEN_K, True,
-        )  # fmt: skip
+    first = head * (2 * HALF) + part % PARTS * BN
+    low_sum, high_sum = row_products(
+        x, weight, weight, row_tile * BM, first, first + HALF, is_row, is_column, K,
+        x_stride, weight_stride, weight_stride, BM, BN, BK, EVEN_N, EVEN_K, True, IS_DESCRIBED,
+    )  # fmt: skip
     let_next_start(PDL)
     dtype = q_out.dtype.element_ty
     low, high = low_sum.to(dtype), high_sum.to(dtype)

@@ -1,9 +1,9 @@
 """Products of a target in half precision: a row's bits depend on nothing but the row.
 
-A few rows are computed by the kernel of ``specplug.kernels.linear``. Many rows are computed by
-cuBLAS, which is faster there, wherever it gives the kernel's bits. Whether it does is found by
-comparing the two, once for each shape: cuBLAS splits some products over K, by a rule that is its
-own.
+A few rows are computed by the kernel of ``specplug.kernels.linear``, and so are more of narrow
+products in recorded passes. Many rows are computed by cuBLAS, which is faster there, wherever it
+gives the kernel's bits. Whether it does is found by comparing the two, once for each shape: cuBLAS
+splits some products over K, by a rule that is its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from specplug.kernels.described_tiles import are_described
 from specplug.kernels.kernel_table import HALF
-from specplug.kernels.linear import gated_linear, linear
+from specplug.kernels.linear import NARROW, gated_linear, linear
 from specplug.kernels.recorded_launches import recorded_launches
 from specplug.kernels.rotary import rotate_and_write
 from specplug.kernels.rotated_linear import rotated_linear
@@ -30,9 +30,6 @@ from specplug.speculative.buckets import MANY_ROWS, PRODUCT_STEP
 TARGET_KERNEL_ROWS = 128
 """The most rows of a target's product that the kernel computes. With what is fused into it it is as
 fast as cuBLAS, but for wide products from 65 rows on."""
-_NARROW = 4096
-"""The most columns of a product that its kernel computes faster than cuBLAS of all rows that can be
-described. cuBLAS splits such products over K, or leaves a part of the card idle."""
 _PADDINGS = (MANY_ROWS, 64), (1 << 62, PRODUCT_STEP)
 """Padding of cuBLAS's rows: up to so many rows, to a multiple of so many. So few shapes have to
 be proved, and of drafts of 32 requests few passes have to be padded."""
@@ -254,8 +251,9 @@ def _rotate(weight: Tensor, head_dim: int, kv_heads: int, norms: HeadNorms, x: T
 
 
 def _is_narrow(x: Tensor, weight: Tensor) -> bool:
-    """Return whether the kernel computes a product faster than cuBLAS although it has many rows."""
-    return len(weight) <= _NARROW and are_described(x, weight)
+    """Return whether the kernel computes a product faster than cuBLAS although it has many rows:
+    cuBLAS splits such ones over K, or leaves a part of the card idle."""
+    return len(weight) <= NARROW and are_described(x, weight)
 
 
 def _shape(weight: Tensor) -> str:
