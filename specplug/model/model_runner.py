@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeVar
 
 import attrs
@@ -88,8 +88,6 @@ class ModelRunner:
         self.verify_passes: dict[frozenset[str], GraphRunner] = {}
         self.padded_pass: GraphRunner | None = None
         self.forms: RecordedForms | None = None
-        weights = sum(p.numel() for layer in target.capture.layers for p in layer.parameters())
-        self._layer_weights = weights / max(1, target.num_layers)
         self._ranks = target.ranks
         self._verified: GraphRunner | None = None
         self._buffers: dict[Hashable, Tensor] = {}
@@ -205,6 +203,12 @@ class ModelRunner:
             {name: draft.select(tensor) for name, tensor in captured.items()},
             {point: draft.select(tensor) for point, tensor in kept.items()},
         )
+
+    @cached_property
+    def _layer_weights(self) -> float:
+        """The weights of a layer of the target, on average."""
+        layers = self.target.capture.layers
+        return sum(p.numel() for layer in layers for p in layer.parameters()) / len(layers)
 
     def _is_shorter_unrecorded(self, decode: PassPart) -> bool:
         """Return whether the nodes of drafts of differing widths are so many, and yet so much fewer
