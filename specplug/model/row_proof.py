@@ -201,6 +201,8 @@ class RowProof:
         """Yield the ways to read the context; the tokens are places in it."""
         order = torch.arange(length, device=self.device)
         for one in self._passes(requests, order, length):
+            if one.is_recorded:
+                continue  # attention is the same there
             yield one
             if one.name == "whole" and length > _TILED:
                 start = length - _TILED
