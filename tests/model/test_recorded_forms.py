@@ -63,6 +63,15 @@ def forms_of(runner: Any) -> RecordedForms:
     return RecordedForms(runner)
 
 
+def asked(forms: RecordedForms, runner: Runner, size: PassSize, times: int) -> list[Any]:
+    """Return the form of each of so many passes, which run."""
+    found = []
+    for _ in range(times):
+        found.append(forms.of([size]))
+        runner.run(found[-1])
+    return found
+
+
 LARGE = PassSize(decode=size_of(*(7,) * 48))
 SMALL = PassSize(decode=size_of(*(5,) * 39))
 
@@ -71,11 +80,7 @@ def test_recorded_form_stands_in_until_its_own_has_often_come() -> None:
     runner = Runner()
     forms = forms_of(runner)
     runner.run(own(LARGE), 2)
-    asked = []
-    for _ in range(20):
-        asked.append(forms.of([SMALL]))
-        runner.run(asked[-1])
-    assert asked == [own(LARGE)] * 16 + [own(SMALL)] * 4
+    assert asked(forms, runner, SMALL, 20) == [own(LARGE)] * 16 + [own(SMALL)] * 4
     assert runner.is_recorded(own(SMALL))
     assert runner.num_cold == 16
     assert forms.of([LARGE]) == own(LARGE)
@@ -88,11 +93,7 @@ def test_form_of_as_many_rows_stands_in_for_long() -> None:
     alike = PassSize(decode=size_of(*(8,) * 46))  # as many rows, and requests, in fewer places
     assert own(alike) != own(LARGE)
     assert own(alike).rows == own(LARGE).rows
-    asked = []
-    for _ in range(130):
-        asked.append(forms.of([alike]))
-        runner.run(asked[-1])
-    assert asked == [own(LARGE)] * 128 + [own(alike)] * 2
+    assert asked(forms, runner, alike, 130) == [own(LARGE)] * 128 + [own(alike)] * 2
     assert runner.num_cold == 0
 
 
@@ -103,11 +104,7 @@ def test_form_of_far_more_tiles_is_one_of_more_rows() -> None:
     few = PassSize(prefill=size_of(*(64,) * 8))
     assert own(few).rows == own(many).rows
     runner.run(own(many), 2)
-    asked = []
-    for _ in range(18):
-        asked.append(forms.of([few]))
-        runner.run(asked[-1])
-    assert asked == [own(many)] * 16 + [own(few)] * 2
+    assert asked(forms, runner, few, 18) == [own(many)] * 16 + [own(few)] * 2
     assert runner.num_cold == 16
 
 
