@@ -32,8 +32,11 @@ _LONGEST_PROMPT = 2048
 """Prompt tokens from which on no kernel is compiled anew for more."""
 _MOST_PROMPTS = 8
 """Prompts that fill a step together; more are rare."""
-_ROWS_OF_CHUNKS = 64, 128, 256, 512
-"""Rows of the passes over chunks of many prompts that are recorded."""
+_ROWS_OF_CHUNKS = 64, 128, 256, 384, 512, 768, 1024
+"""Rows of the passes over chunks of several prompts that are recorded."""
+_SEVERAL_PROMPTS = 15
+"""Prompts that such a pass has besides those of all: with places for all of a large batch it takes
+twice as long."""
 _AHEAD = 3
 """Prefills that a device still runs while the host launches a step that is to be timed."""
 _FEW = 8
@@ -196,21 +199,19 @@ class WarmUp:
             yield _prefill(self._requests([first] + [length] * (size - 1)), is_last=False)
 
     def _many_chunks(self) -> Iterator[SchedulerOutput]:
-        """Yield steps that few tokens of many prompts fill, one of them longer: their forms have
-        room for what is left of any prompts that the prefix cache has, or that go on."""
+        """Yield steps that several prompts fill, and steps that few tokens of many fill, one of
+        them longer: their forms have room for what is left of any prompts that the prefix cache
+        has, or that go on."""
         running, most = self._limits.max_running_requests, self._limits.chunked_prefill_size
         for rows in _ROWS_OF_CHUNKS:
-            size = min(running - 1, rows // 2)
-            if size < 2 or rows > (most or _LONGEST_PROMPT):
-                continue
-            for longest in (MOST_IN_PARTS, self._most_rows):
-                lengths, left = [1] * size, rows - size
-                for place in range(size):
-                    more = min(left, longest - 1)
-                    lengths[place] += more
-                    left -= more
-                if not left:
-                    yield _prefill(self._requests(lengths))
+            if rows > (most or _LONGEST_PROMPT):
+                break
+            many = min(running - 1, rows // 2)
+            for size in sorted({min(_SEVERAL_PROMPTS, many), many} - {0, 1}):
+                for longest in (MOST_IN_PARTS, min(rows, self._most_rows)):
+                    lengths = _filled(rows, size, longest)
+                    if lengths:
+                        yield _prefill(self._requests(lengths))
 
     def _decode(self, size: int, params: SamplingParams) -> Iterator[SchedulerOutput]:
         """Yield steps in which ``size`` requests are prefilled, and steps in which they decode."""
@@ -367,6 +368,17 @@ def _step(
 def _lengths(most: int) -> list[int]:
     """Return the lengths of prompts, up to ``most``, at which a pass has another form."""
     return [*row_buckets(most), *(rows for rows in _doubled(most) if rows > MOST_ROWS)]
+
+
+def _filled(rows: int, size: int, longest: int) -> list[int]:
+    """Return the lengths of so many prompts of ``rows`` tokens together, the first ones as long as
+    one may be; none if these have no room for them."""
+    lengths, left = [1] * size, rows - size
+    for place in range(size):
+        more = min(left, longest - 1)
+        lengths[place] += more
+        left -= more
+    return [] if left else lengths
 
 
 def _doubled(most: int) -> list[int]:

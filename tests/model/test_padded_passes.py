@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from specplug.kernels.attention_form import AttentionForm
 from specplug.kernels.paged_attention_kernels import PagedAttention
 from specplug.model.model_runner import PassPart
 from specplug.model.padded_rows import GivenParts, size_of
-from specplug.model.pass_form import PassForm
+from specplug.model.pass_form import PartSize, PassForm, PassSize
 from specplug.speculative.buckets import row_buckets
 from specplug.speculative.draft import Draft, ancestor_mask
 from specplug.speculative.graph_recorder import GraphRecorder
@@ -386,6 +386,38 @@ def test_warm_up_runs_as_many_nodes_as_products_are_padded_to(
         assert not _rows_of_nodes(warm_up) >= set(range(20, most, 4)), "nothing is padded"
         core.steps.runner.pad_passes(RunsAgain())
         assert _rows_of_nodes(warm_up) >= set(range(20, most, 4))
+
+
+@pytest.mark.parametrize(
+    "widths", [(60, 41, 9), (33,) * 11, (1, 70), (100,) * 7, (90,) * 4], ids=str
+)
+def test_prompts_that_come_together_have_a_recorded_form_of_few_places(
+    widths: tuple[int, ...], tiny_model: Path
+) -> None:
+    limits = {"max_running_requests": 96, "chunked_prefill_size": 1024}
+    with LLM(tiny_model, device="cpu", dtype="float64", **limits) as llm:
+        core = llm.engine
+        core.steps.runner.pad_passes(RunsAgain())
+        warm_up = WarmUp(
+            core.steps, core.hooks, core.scheduler.config, decodes=True, drafters=[], ranks=None
+        )
+        steps = [step.prefill for step in warm_up.steps() if step.prefill is not None]
+    recorded = [form_of_chunks([chunk.end for chunk in step.chunks])[1] for step in steps]
+    size, own = form_of_chunks(widths)
+    places = [
+        form.tiled
+        for form in recorded
+        if form.holds(own, [size]) and form.rows <= max(64, 1.5 * own.rows)
+    ]
+    assert min(places) <= own.tiled + 8192
+
+
+def form_of_chunks(widths: Sequence[int]) -> tuple[PassSize, PassForm]:
+    """Return the size of a prefill of chunks of these widths, and its form."""
+    size = PassSize(prefill=PartSize(len(widths), sum(widths), max(widths)))
+    form = PassForm.of([size])
+    assert form is not None
+    return size, form
 
 
 def _rows_of_nodes(warm_up: WarmUp) -> set[int]:
