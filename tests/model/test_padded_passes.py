@@ -391,7 +391,7 @@ def test_warm_up_runs_as_many_nodes_as_products_are_padded_to(
 @pytest.mark.parametrize(
     "widths", [(60, 41, 9), (33,) * 11, (1, 70), (100,) * 7, (90,) * 4], ids=str
 )
-def test_prompts_that_come_together_have_a_recorded_form_of_few_places(
+def test_prompts_together_have_a_recorded_form_of_few_places(
     widths: tuple[int, ...], tiny_model: Path
 ) -> None:
     limits = {"max_running_requests": 96, "chunked_prefill_size": 1024}

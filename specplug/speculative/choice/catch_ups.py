@@ -23,6 +23,8 @@ _OF_REQUESTS = 0.97
 """What a step of ``_FEW`` requests, or of fewer, leaves of how often algorithms stopped before it;
 the more requests it has, the more it says."""
 _FEW = 8
+_OF_LOST = 0.5
+"""What is left of the loss without a catch-up by a step that loses nothing without it."""
 
 
 class CatchUps:
@@ -44,6 +46,7 @@ class CatchUps:
         # and those of them that it does not draft for any more.
         self._drafted = np.ones(algorithms)
         self._stopped = np.ones(algorithms) / _RUN
+        self._lost = 0.0  # seconds, without the last catch-ups that were looked for
 
     def begin(self, row: int, step: int) -> None:
         """Begin a new request in a row, which is fed."""
@@ -141,6 +144,27 @@ class CatchUps:
         whole = float(self._seconds[algorithm]) * (_FIXED_ROWS + waiting)
         run = float(self._runs[algorithm])
         return max(0.0, 1 - steps / run) * whole if waiting else 0.0
+
+    def are_due(self, rows: Array, who: Array, step: int, *, lost: float, most: float) -> bool:
+        """Return whether to catch algorithms up although that seems too dear: as much was lost
+        without it. It then takes at most twice as long as if it were known for how many steps they
+        draft, the rule of who rents skis and may buy them.
+
+        Args:
+            rows: [n] of a step's requests.
+            who: [n] what would draft for each if all were caught up, -1: nothing.
+            lost: seconds that the steps since the last time took more, because others draft.
+            most: seconds of a catch-up at most, as in ``starts``.
+        """
+        waiting = self.waiting(rows, step)
+        missed = [waiting[who == a, a].sum() for a in range(len(self._seconds))]
+        each = zip(self._seconds, missed, strict=True)
+        price = sum(min(own * (_FIXED_ROWS + of), most) for own, of in each if of > 0)
+        self._lost = self._lost + lost if lost else _OF_LOST * self._lost
+        if not lost or self._lost < price:
+            return False
+        self._lost = 0.0
+        return True
 
     def waiting(self, rows: Array | Sequence[int], step: int) -> Array:
         """Return the rows that wait of each request before a step, [n, A]."""

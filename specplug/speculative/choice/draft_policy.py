@@ -37,6 +37,10 @@ _FADED = 8
 """Steps after which what is known of requests fades, by so many steps at once."""
 _LUCK = 0.1
 """The chance by which a request is as good as it is taken to be, where all drafts go on or none."""
+_FAR_BETTER = 1.06
+"""How much better a plan has to look for a catch-up that seems too dear to be counted as missed."""
+_COMPARED = 4
+"""Steps after which it is compared again: that takes as long as a plan."""
 _NEW = 24
 """Steps without a trial that a new request begins with, for each algorithm, at least."""
 
@@ -101,7 +105,7 @@ class DraftPolicy:
         self._heard = np.zeros((0, algorithms), dtype=np.int64)
         self._filled = [1.0] * algorithms
         self._drafted = [0] * algorithms  # the step in which each last drafted
-        self._step = 0
+        self._step = self._compared = 0
         self._forgets = True
         self._rate = 0.0
         self._reach = np.arange(1, depth + 1)
@@ -182,7 +186,7 @@ class DraftPolicy:
             return attrs.evolve(plain, reason=NO_ROOM)
         depth = int(most.max())
         survival = survival[:, :, :depth]
-        plan = self._earned(best_plan(survival, costs, self._rate or plain.rate))
+        plan = self._earned(self._best(rows, survival, costs, self._rate or plain.rate))
         tried = self._trials.again(rows.tolist(), plan, most)
         if tried is not None:
             return attrs.evolve(planned(*tried, survival, costs), reason=TRIED)
@@ -206,6 +210,34 @@ class DraftPolicy:
             self._late(rows, plan),
         )
         return self._begun(found, rows.tolist(), plan)
+
+    def _best(self, rows: Array, survival: Array, costs: Costs, rate: float) -> Plan:
+        """Return the best plan of a step of several requests, by what it takes to catch algorithms
+        up where they draft for as long as they mostly do. That is short if they are mostly tried;
+        so once that others draft in their place has taken as long as it takes to catch them up,
+        they are.
+
+        Args:
+            rows, survival, costs: of the step.
+            rate: as in ``best_plan``.
+        """
+        plan = best_plan(survival, costs, rate)
+        steps = self._step - self._compared
+        if steps < _COMPARED or (costs.drafters == self.costs.drafters).all():
+            return plan
+        self._compared = self._step
+        caught_up = attrs.evolve(costs, drafters=self.costs.drafters)
+        other = best_plan(survival, caught_up, rate)
+        own = planned(plan.who, plan.depths, survival, caught_up)
+        lost = (
+            min(steps, 2 * _COMPARED)
+            * own.seconds
+            * max(0.0, 1 - _FAR_BETTER * own.rate / other.rate)
+        )
+        most = self.costs.plain_seconds(len(rows))
+        if self._catch_ups.are_due(rows, other.who, self._step, lost=lost, most=most):
+            return other
+        return plan
 
     def _plan_one(
         self,

@@ -52,6 +52,42 @@ def test_no_catch_up_is_taken_to_be_longer_than_the_most() -> None:
     assert 8 * (any_[1] + 2 * request[1]) == pytest.approx(0.02)
 
 
+def test_catch_up_is_due_once_as_much_was_lost_without_it() -> None:
+    found = paused(40)
+    found.feed(EVERY, np.array([1, 1]), 41)
+    found.learn(1, [0, 1], 0.01)
+    whose = np.array([-1, 1]), np.array([1, 1])
+    due = [
+        found.are_due(EVERY, who, 81, lost=lost, most=1.0)
+        for who, lost in [
+            (whose[1], 0.004),
+            (whose[1], 0.004),
+            (whose[1], 0.004),
+            (whose[1], 0.004),
+        ]
+    ]
+    assert due == [False, False, True, False], "each is paid for anew"
+    assert found.are_due(EVERY, whose[0], 81, lost=0.005, most=1.0), "of one request it takes less"
+    assert found.are_due(EVERY, whose[1], 81, lost=0.004, most=0.003), "no longer than the most"
+
+
+def test_loss_that_has_ended_counts_half_each_time() -> None:
+    found = paused(40)
+    found.feed(EVERY, np.array([1, 1]), 41)
+    found.learn(1, [0, 1], 0.01)
+    lost = [0.008, 0.0, 0.0, 0.007, 0.002]
+    due = [found.are_due(EVERY, np.array([1, 1]), 81, lost=each, most=1.0) for each in lost]
+    assert due == [False, False, False, False, True]
+
+
+def test_what_is_up_to_date_is_due_at_once() -> None:
+    found = paused(40)
+    found.feed(EVERY, np.array([1, 1]), 41)
+    found.learn(1, [0, 1], 0.01)
+    assert found.are_due(EVERY, np.array([1, 1]), 42, lost=1e-6, most=1.0)
+    assert not found.are_due(EVERY, np.array([1, 1]), 42, lost=0.0, most=1.0)
+
+
 def test_one_that_drafted_in_the_last_step_has_missed_nothing() -> None:
     found = paused(40)
     found.feed(EVERY, np.array([1, 1]), 41)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 from draft_simulator import Machine, Run, best_fixed, plain, simulate, survival
@@ -147,6 +148,26 @@ def test_drafter_that_is_caught_up_first_is_found(bs: int, some: float) -> None:
     run = simulated_there(gpu, lambda step: texts[step >= 150])
     best, *_ = best_fixed(gpu, lambda step: texts[1], 1, 7)
     assert run.rate(180) > 0.95 * best
+
+
+def test_drafter_that_is_mostly_tried_is_caught_up_in_time() -> None:
+    """Of 64 requests few copy text for 60 steps, then more, then few. NGRAM waits for the host, so
+    EAGLE-3 is better for all while few copy; but it was seldom tried for long."""
+    gpu = attrs.evolve(
+        h200((1.5e-4, 2.7e-4, 0.0, 1e-6, 3e-4), catch_up=(None, lambda rows: 3e-3 + 1e-6 * rows)),
+        drafters=((8e-4, 0.0, 0.0, 0.0, 0.0), (1.5e-4, 2.7e-4, 0.0, 1e-6, 3e-4)),
+    )
+
+    def acceptance(step: int) -> np.ndarray:
+        copies = (np.arange(3 if step // 60 % 2 else 19) * 3 + step // 12 * 5) % 64
+        rates = np.array([TEXTS["noise"]] * 64)
+        rates[:48, 1], rates[copies, 0] = 0.59, 0.9
+        return rates
+
+    best, *_ = best_fixed(gpu, acceptance, 400, 7)
+    run = simulate(gpu, acceptance, 400, depth=7, declared=GPU_COSTS, foreseen=(0,))
+    assert run.rate() > 1.03 * best
+    assert np.mean([(who == 1).mean() for who in run.who]) > 0.2
 
 
 @pytest.mark.parametrize("bs", [1, 16, 64])
