@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -143,11 +141,3 @@ def load_tokenizer(config: EngineConfig) -> Any | None:
 def backend_of(tokenizer: Any | None) -> Any | None:
     """Return the ``tokenizers.Tokenizer`` within a tokenizer of transformers."""
     return None if tokenizer is None else tokenizer.backend_tokenizer
-
-
-def trim_heap() -> None:
-    """Have the C library give back what is free: it keeps some 64 MB of the weights that went
-    through its heap. Libraries other than glibc have no such call."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    if trim is not None:
-        trim(0)

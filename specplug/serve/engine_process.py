@@ -36,6 +36,7 @@ from specplug import debug
 from specplug.config import EngineConfig
 from specplug.engine.request import Request
 from specplug.errors import InstanceError, SpecplugError, UsageError
+from specplug.heap import freeze_heap
 from specplug.llm import LLM
 from specplug.model.loading import backend_of, silence_libraries
 from specplug.outputs import Logprob, RequestOutput
@@ -449,6 +450,7 @@ def _load(settings: dict[str, Any], reports: zmq.Socket[bytes]) -> LLM:
     ):
         warnings.simplefilter("always")
         llm = LLM(EngineConfig.from_json(settings["engine"]))
+    freeze_heap()
     for each in told:
         if each.category.__module__.startswith("specplug"):
             reports.send(encode(Warned(message=str(each.message))))
