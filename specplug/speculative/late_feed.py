@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, takewhile
 
 import attrs
 import torch
@@ -67,6 +67,12 @@ class _Step:
     def firsts(self) -> Sequence[int]:
         """The first row of each request, and the number of all rows."""
         return [0, *accumulate(self.widths)]
+
+    @property
+    def known_rows(self) -> int:
+        """The rows that wait and count; 0 if the host does not know."""
+        lens = self.lens
+        return 0 if lens is None else sum([lens[place] for place in self.places.values()])
 
 
 class LateFeed:
@@ -204,10 +210,36 @@ class LateFeed:
         yield from self._joined(run, batch, places)
         self._drop_empty()
 
+    def take_known(self, batch: Batch, least: int) -> Iterator[tuple[Batch, CommittedOutput]]:
+        """Yield what steps before the present one have left for its requests, as far as the host
+        knows what counts of it: a chunk as in ``take``, after which no draft follows. Nothing if
+        few rows wait of these steps.
+
+        Args:
+            batch: of the present step, which waits.
+            least: rows that have to wait, of all requests.
+        """
+        ids = {request.request_id: place for place, request in enumerate(batch.requests)}
+        steps = [step for step in self._steps if not ids.keys().isdisjoint(step.places)]
+        known = list(takewhile(lambda step: step.lens is not None, steps[:-1]))
+        if sum(step.known_rows for step in known) < least:
+            return
+        waiting = {each: place for each, place in ids.items() if each in self._rows}
+        had_caught_up = self.has_caught_up
+        yield from self._joined(known, batch, waiting, is_known=True)
+        self.has_caught_up = had_caught_up  # the next draft takes no longer for it
+        self._drop_empty()
+
     def _joined(
-        self, steps: Sequence[_Step], batch: Batch, places: dict[str, int]
+        self,
+        steps: Sequence[_Step],
+        batch: Batch,
+        places: dict[str, int],
+        *,
+        is_known: bool = False,
     ) -> Iterator[tuple[Batch, CommittedOutput]]:
-        """Yield what these steps, in order, have for the requests of a batch at ``places``."""
+        """Yield what these steps, in order, have for the requests of a batch at ``places``; if
+        ``is_known`` without refused nodes, though it is one step."""
         if not steps:
             return
         rows: dict[str, list[tuple[int, int]]] = {each: [] for each in places}
@@ -218,7 +250,7 @@ class LateFeed:
                 self._count_off(each, (step.lens or step.widths)[place])
         wanted = [each for each, own in rows.items() if own]
         part = _part(batch, [places[each] for each in wanted])
-        if len(steps) == 1 and not steps[0].begins:
+        if len(steps) == 1 and not (steps[0].begins or is_known):
             yield _path(part, steps[0], [rows[each][0][1] for each in wanted])
         else:
             self.has_caught_up = True

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from specplug.speculative.hook_order import Batch
     from specplug.speculative.part import Part
     from specplug.speculative.runtime import Runtime
+    from specplug.speculative.verify import CommittedOutput
 
 _ARGUMENTS = {
     "steps": "num_steps",
@@ -156,6 +157,17 @@ class SeveralAlgorithms(HeldParts):
         given = self._given(runtime.config)
         parts = [runtime.part(part, **own) for part, own in zip(self._parts, given, strict=True)]
         return SeveralWorker(parts, [late for part in parts for late in part.feed_late(part.name)])
+
+    @hookimpl
+    def build_draft_input(
+        self, runtime: Runtime, batch: Batch, target_output: CommittedOutput
+    ) -> DraftInput:
+        made = super().build_draft_input(runtime, batch, target_output)
+        parts: Sequence[Part] = runtime.worker.parts
+        if any(part.hooks.reads_on_host and n in batch.drafters for n, part in enumerate(parts)):
+            for part in parts:  # mostly the next step waits for the host again
+                part.feed_known(batch)
+        return made
 
     @hookimpl
     def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:

@@ -121,9 +121,20 @@ def test_drafts_are_those_of_one_fed_at_each_step(
         skip(self, batch)
 
     monkeypatch.setattr(LateFeed, "skip", counted)
+    known, take_known = [], LateFeed.take_known
+
+    def counted_known(self: LateFeed, batch: Batch, least: int) -> Any:
+        for own, output in take_known(self, batch, least):
+            known.append(own.size)
+            yield own, output
+
+    monkeypatch.setattr(LateFeed, "take_known", counted_known)
     if ahead:
         monkeypatch.setattr(part, "_BUSY_WITH_HOST", ())
+        monkeypatch.setattr(part, "_WORTH_A_PASS", 3)
     late, tokens = drafts(algorithm, **settings)
+    if algorithm.startswith("NGRAM"):  # which a device waits for
+        assert bool(known) == ahead
     if settings.get("alike"):  # one that goes on for all is fed as if it were alone
         assert ahead == bool(skipped), len(skipped)
     monkeypatch.setattr(Part, "feed_late", lambda self, name: iter(()))
@@ -350,6 +361,22 @@ def test_take_joins_steps_whose_lengths_are_known() -> None:
     assert path.req_indices.tolist() == [ord("b")]
     assert last.own_tokens.tolist() == [8, 9, 10, 11]
     assert set(late.waiting) == {"c"}
+
+
+def test_steps_before_the_present_one_are_taken_if_known() -> None:
+    late = LateFeed("A")
+    step(late, "abc", 3, start=5)
+    step(late, "abc", 3, start=7)
+    late.learn("abc", [2, 1, 3])
+    assert not list(late.take_known(batch_of("ab"), 7)), "there are six"
+    ((chunk, output),) = late.take_known(batch_of("ab"), 6)
+    assert chunk.chunk_widths == (2, 1)
+    assert output.own_tokens.tolist() == [5, 6, 5]
+    assert not late.has_caught_up, "the next draft is fed one step, as any"
+    assert not list(late.take_known(batch_of("ab"), 0)), "the present one is fed when it is drafted"
+    assert set(late.waiting) == {"a", "b", "c"}
+    late.learn("abc", [1, 1, 1])
+    assert [each.size for each, _ in late.take(batch_of("abc"))] == [3]
 
 
 def test_leave_tells_the_accepted_tokens_that_wait() -> None:
