@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from logging import LogRecord
 from pathlib import Path
 from threading import Event
@@ -26,7 +27,10 @@ from specplug import (
     hookimpl,
 )
 from specplug.engine import hook_watch
+from specplug.engine.step_clock import StepClock
+from specplug.engine.warm_up import WarmUp
 from specplug.speculative.buckets import batch_bucket
+from specplug.speculative.planned_drafts import warm_drafters
 from specplug.speculative.report import RequestReport, StepReport
 
 PROMPTS = ["def add(a, b):\n", "import os\nimport os\nimport os\n", [3, 1, 4, 1, 5] * 9]
@@ -280,3 +284,28 @@ def test_warm_up_of_a_prefill_instance_prefills_alone(tiny_model: Path) -> None:
         disaggregation_address="tcp://127.0.0.1:1",
     ):
         assert {form[0] for form in plugin.warmed} == {"extend"}
+
+
+@pytest.mark.parametrize(
+    ("took", "times"), [((5.0, 1.0, 1.02), 3), ((1.01, 1.0), 2), ((1.0, 3.0, 2.0, 5.0), 4)], ids=str
+)
+def test_steps_are_timed_until_two_times_are_alike(
+    took: tuple[float, ...], times: int, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every, asked = cycle(took), []
+
+    def seconds(clock: StepClock) -> dict[str, float]:
+        asked.append(clock)
+        return {"propose": 100.0, "target": next(every)}
+
+    monkeypatch.setattr(StepClock, "seconds", seconds)
+    with LLM(tiny_model, speculative_algorithm="NGRAM", max_running_requests=2) as llm:
+        core = llm.engine
+        drafters = warm_drafters(core.runtime, plans=True, has_draft_cache=False)
+        warm_up = WarmUp(
+            core.steps, core.hooks, core.scheduler.config, decodes=True, drafters=drafters,
+            ranks=None, measures=True,
+        )  # fmt: skip
+        warm_up.run(lambda done, of: None)
+    assert {step.seconds for step in warm_up.timed} == {1.0}
+    assert len(asked) == times * len(warm_up.timed)
