@@ -244,14 +244,18 @@ class WarmUp:
                 yield _step(decode=self._decode_half(requests, rooms, drafter.who))
 
     def _many_nodes(self, size: int) -> Iterator[SchedulerOutput]:
-        """Yield steps whose drafts of differing widths have many rows: each number that forms and
-        products are padded to, since cuBLAS has other kernels for it."""
+        """Yield steps of a full batch whose drafts of differing widths have each number of rows
+        that forms and products are padded to: for many rows cuBLAS has other kernels."""
         requests = self._requests([_PROMPT] * size)
         for drafter in self._drafters:
             whole = drafter.num_draft_tokens
             if not (self._decodes and drafter.is_ragged):
                 continue
-            for rows in range(MANY_ROWS + PRODUCT_STEP, size * whole, PRODUCT_STEP):
+            most = size * whole - 1
+            many = range(MANY_ROWS + PRODUCT_STEP, most + 1, PRODUCT_STEP)
+            for rows in sorted({*row_buckets(most), *many}):
+                if rows <= size:
+                    continue
                 wide, more = divmod(rows - size, whole - 1)
                 rooms = (whole,) * wide + (1 + more,) + (1,) * (size - wide - 1)
                 yield _prefill(requests)

@@ -2,7 +2,7 @@
 
 The first pass of a form runs kernel by kernel, the second is recorded: with a large model the two
 take as long as ten passes, while some more rows take it a tenth longer. A pass that has some counts
-as cold: it is not what later ones take.
+as cold, if its form is to be recorded: it is not what later ones take.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RecordedForms:
         self._asked[own] += 1 if has_more else _ALIKE
         if is_taken and self._asked[own] > _SELDOM:
             return own
-        self._runner.num_cold += has_more
+        self._runner.num_cold += has_more and is_taken
         return larger
 
     def _larger(self, own: PassForm, sizes: Sequence[PassSize]) -> PassForm | None:

@@ -149,6 +149,7 @@ def test_recorded_form_stands_in_where_no_more_are_recorded() -> None:
     forms = forms_of(runner)
     runner.run(own(LARGE), 2)
     assert {forms.of([SMALL]) for _ in range(60)} == {own(LARGE)}
+    assert runner.num_cold == 0, "later ones take as long"
     assert forms.of([PassSize(decode=size_of(30, 1))]) is None
     runner.failure = "no memory"
     assert forms.of([SMALL]) is forms.of([LARGE]) is None
