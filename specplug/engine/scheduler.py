@@ -22,6 +22,12 @@ from specplug.engine.waiting_queue import WaitingQueue
 from specplug.kv.prefix_cache import CachedPage, PrefixCache
 from specplug.kv.request_table import RequestTable
 
+_APART = 4
+"""Decode steps that come after a prefill before few prompts hold up many requests again."""
+_FEW_BESIDE = 16
+"""As many requests decode for each of few prompts. A pass over few rows takes as long as a plain
+step, and the requests that decode wait for it: prompts that come in this time share one."""
+
 
 @attrs.frozen(kw_only=True)
 class SchedulerConfig:
@@ -126,6 +132,7 @@ class Scheduler:
         self._lost_prefixes = 0
         self._evicted = 0
         self._refused: tuple[str, int] | None = None
+        self._decoded = _APART  # steps since the last prefill
 
     @property
     def has_work(self) -> bool:
@@ -151,7 +158,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """Return what to launch next; None if there is nothing to launch.
 
-        Prompts go first, in steps of their own; with ``mixed_chunk`` both kinds share a step.
+        Prompts go first, in steps of their own, once there are enough of them; with ``mixed_chunk``
+        both kinds share a step.
         """
         self._retract_outgrown()
         budget = self.config.chunked_prefill_size or 1 << 60
@@ -159,9 +167,23 @@ class Scheduler:
             decode = self._schedule_decode()
             prefill = self._schedule_prefill(self._left_for_prompts(budget, decode))
         else:
-            prefill = self._schedule_prefill(budget)
-            decode = None if prefill else self._schedule_decode()
+            decode = self._schedule_decode() if self._waits_for_prompts() else None
+            prefill = None if decode else self._schedule_prefill(budget)
+            decode = decode or (None if prefill else self._schedule_decode())
+            self._decoded = 0 if prefill else self._decoded + 1
         return self._step(prefill, decode) if prefill or decode or self._placed else None
+
+    def _waits_for_prompts(self) -> bool:
+        """Return whether waiting prompts wait for others to share their step: the last prefill was
+        a moment ago, and for each of them many requests decode. What is begun goes on."""
+        first = self.waiting.first()
+        if self._decoded >= _APART or first is None or first.received is not None:
+            return False
+        prompts = min(len(self.waiting), self.table.num_free)
+        decoding = sum([request.may_decode for request in self.running])
+        return 0 < _FEW_BESIDE * prompts <= decoding and not any(
+            request.status is RequestStatus.PREFILLING for request in self.running
+        )
 
     def _left_for_prompts(self, budget: int, decode: Decode | None) -> int:
         """Return the tokens of a step's budget that its decode half leaves: at least a page's, so

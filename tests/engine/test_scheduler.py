@@ -740,6 +740,63 @@ def _until_retraction(scheduler: Scheduler, fast: Request) -> SchedulerOutput:
     raise AssertionError("nobody had to give way")
 
 
+def _decoding(count: int, rows: int) -> Scheduler:
+    """So many requests that decode, just prefilled, in a batch of ``rows``."""
+    scheduler = _make(
+        SchedulerConfig(max_running_requests=rows), 256, 4, 64, lookahead=0, caches=False
+    )
+    for number in range(count):
+        scheduler.add(_request(number, (0, 1, 2), 40))
+    step = scheduler.schedule()
+    assert step is not None
+    assert step.prefill is not None
+    _processed(scheduler, step)
+    return scheduler
+
+
+def _processed(scheduler: Scheduler, step: SchedulerOutput) -> None:
+    for request in step.requests:
+        request.output_token_ids.append(0)
+        scheduler.processed(request, 1 if step.decode else None)
+
+
+def _kinds(scheduler: Scheduler, steps: int) -> str:
+    """What the next steps are: prefills or decode steps."""
+    kinds = ""
+    for _ in range(steps):
+        step = scheduler.schedule()
+        assert step is not None
+        kinds += "p" if step.prefill else "d"
+        _processed(scheduler, step)
+    return kinds
+
+
+def test_few_prompts_wait_for_others_where_many_decode() -> None:
+    scheduler = _decoding(32, rows=36)
+    scheduler.add(_request(40, (1, 1), 4))
+    assert _kinds(scheduler, 2) == "dd"
+    scheduler.add(_request(41, (1, 2), 4))
+    assert _kinds(scheduler, 4) == "ddpd", "both together, four steps after the last prefill"
+
+
+def test_prompts_do_not_wait_that_are_many_or_come_seldom() -> None:
+    scheduler = _decoding(32, rows=36)
+    for number in (40, 41, 42):
+        scheduler.add(_request(number, (1, 1), 4))
+    assert _kinds(scheduler, 5) == "pdddd", "for each of them ten decode"
+    scheduler.add(_request(43, (1, 2), 4))
+    assert _kinds(scheduler, 2) == "pd"
+
+
+def test_prompts_do_not_wait_where_few_decode() -> None:
+    scheduler = _decoding(8, rows=36)
+    scheduler.add(_request(40, (1, 1), 4))
+    assert _kinds(scheduler, 2) == "pd"
+    full = _decoding(32, rows=32)
+    full.add(_request(40, (1, 1), 4))
+    assert _kinds(full, 2) == "dd", "there is no row"
+
+
 @pytest.mark.parametrize(("priorities", "victim"), [((0, 0, 0, 0), 2), ((0, 2, 1, 1), 1)])
 def test_retraction_takes_least_priority_then_fewest_tokens(
     priorities: Tokens, victim: int
