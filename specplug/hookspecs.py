@@ -248,8 +248,10 @@ def build_draft_input(  # type: ignore[empty-body]
     A part of ``A,B`` with ``Capabilities(late_feed=True)`` is not called in steps in which it does
     not draft. It is called for them before it does: for the last one as after its verify, for
     several together as for a prefill chunk of running requests, each of whose ``last_chunk`` is
-    True, without ``chunk_ends``. Where it has drafted for nobody for some steps, a short prompt
-    waits so too; then that chunk is the first one of its request.
+    True, without ``chunk_ends``. So it is where many rows wait, and where a device waits for the
+    host anyway; then no draft follows (``batch.drafts_follow``), and the last step still waits.
+    Where it has drafted for nobody for some steps, a short prompt waits so too; then that chunk is
+    the first one of its request.
 
     Args:
         runtime: the engine's.
