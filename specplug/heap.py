@@ -8,16 +8,15 @@ import os
 
 
 def freeze_heap() -> None:
-    """Have Python's collector look at no object that is there now, until ``thaw_heap``: a model,
-    its graphs and the libraries are some 400,000, and to look at all holds up a step for 0.17 s on
-    an EPYC, whenever enough new ones have come. Garbage is freed first."""
+    """Have Python's collector look at no object any more that is there now: a model, its graphs and
+    the libraries are some 400,000, and to look at all holds up a step for 0.17 s on an EPYC,
+    whenever enough new ones have come. Garbage is freed first.
+
+    For a process that is the engine's alone: what is dropped later and refers to itself is never
+    freed.
+    """
     gc.collect()
     gc.freeze()
-
-
-def thaw_heap() -> None:
-    """Have the collector look at all objects again, those of other runs too."""
-    gc.unfreeze()
 
 
 def trim_heap() -> None:

@@ -29,7 +29,7 @@ from specplug.engine.scheduler import Scheduler, SchedulerConfig
 from specplug.engine.step import StepRunner
 from specplug.engine.warm_up import WarmUp
 from specplug.errors import RankError, warn_fallback
-from specplug.heap import freeze_heap, thaw_heap, trim_heap
+from specplug.heap import trim_heap
 from specplug.kernels.compilations import Compilations, cache_folder
 from specplug.kernels.kernel_table import compiles_triton, kernels_mode, table_lines
 from specplug.kv.prefix_cache import PrefixCache
@@ -359,8 +359,6 @@ def _serve(loaded: Loaded, caches: _Caches, startup: Startup, opened: ExitStack)
         if loaded.choice is not None and warm_up.timed:
             text = [each.who or 0 for each in warm if each.is_ragged]
             loaded.choice.probe(caches.runtime, drafters, text, warm_up.timed)
-        freeze_heap()
-        opened.callback(thaw_heap)
     prefill_loop = None
     if config.disaggregation == "prefill":
         identity = identity_of(target, specs, config.page_size)

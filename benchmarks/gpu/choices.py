@@ -26,6 +26,7 @@ from points import Point, Results, in_turns
 from shapes import SHAPES
 
 from specplug import SamplingParams, StepReport, hookimpl
+from specplug.heap import freeze_heap
 
 COPIED = 0.9
 """How many of NGRAM's drafted tokens are right, of text that it has read."""
@@ -247,6 +248,7 @@ def measure_choices(arguments: argparse.Namespace, base: Path, results: Results)
                   flush=True)  # fmt: skip
             results.add("choice_start", shape=base.name, way=name, ready_s=engine.ready_s,
                         recorded=_recorded(engine))  # fmt: skip
+        freeze_heap()  # or Python's collector looks at all of three engines in a round
         clock = HostClock(engines["several"])
         print(f"{'workload':11}{'batch':>5} {'way':12}{'tokens/s':>10}{'x plain':>9}{'a step':>8}"
               f"{'plan us':>9}{'learn us':>9}{'recorded':>10}  who drafted")  # fmt: skip

@@ -23,10 +23,10 @@ from specplug.kv.prefix_cache import CachedPage, PrefixCache
 from specplug.kv.request_table import RequestTable
 
 _APART = 4
-"""Decode steps that come after a prefill before few prompts hold up many requests again."""
+"""Decode steps from one prefill to the next, where few prompts would hold up many requests: those
+that come in this time share a pass. Over few rows one takes a GPU as long as a plain step."""
 _FEW_BESIDE = 16
-"""As many requests decode for each of few prompts. A pass over few rows takes as long as a plain
-step, and the requests that decode wait for it: prompts that come in this time share one."""
+"""Requests that decode for each prompt, at least, where prompts are few."""
 
 
 @attrs.frozen(kw_only=True)

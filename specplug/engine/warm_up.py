@@ -41,8 +41,8 @@ _MOST_PROMPTS = 8
 _ROWS_OF_CHUNKS = 64, 128, 256, 384, 512, 768, 1024
 """Rows of the passes over chunks of several prompts that are recorded."""
 _SEVERAL_PROMPTS = 15
-"""Prompts that such a pass has besides those of all: with places for all of a large batch it takes
-twice as long."""
+"""Prompts of such a pass. There is another one with places for all of a batch: of 256, that takes
+few prompts twice as long."""
 _AHEAD = 3
 """Prefills that a device still runs while the host launches a step that is to be timed."""
 _MOST_TIMES, _ALIKE = 4, 1.03

@@ -35,8 +35,7 @@ def no_garbage_collector() -> Iterator[None]:
 
 
 def _tensor_bytes() -> int:
-    """Of all tensors that Python knows, those in reference cycles and frozen ones too."""
-    gc.unfreeze()
+    """Of all tensors that Python knows, those in reference cycles too."""
     tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
     storages = (tensor.untyped_storage() for tensor in tensors if tensor.device.type != "meta")
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
