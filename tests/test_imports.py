@@ -39,7 +39,7 @@ LAYERS = (
     {"algorithm"},
     {"settings"},
     {"bounds", "cache_folder", "text_file"},
-    {"errors", "debug", "startup"},
+    {"errors", "debug", "heap", "startup"},
     {"printable"},
 )
 """From above to below. A module imports from its own package, or from layers below it."""
