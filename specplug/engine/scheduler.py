@@ -169,7 +169,8 @@ class Scheduler:
         else:
             decode = self._schedule_decode() if self._waits_for_prompts() else None
             prefill = None if decode else self._schedule_prefill(budget)
-            decode = decode or (None if prefill else self._schedule_decode())
+            if not (decode or prefill):
+                decode = self._schedule_decode()
             self._decoded = 0 if prefill else self._decoded + 1
         return self._step(prefill, decode) if prefill or decode or self._placed else None
 

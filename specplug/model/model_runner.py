@@ -37,8 +37,8 @@ _LAUNCHED = 2.6e11
 """Rows times the weights of a layer that keep a GPU busy for as long as a host takes to launch the
 layer's kernels: 0.8 ms, beside an H200."""
 _MOST_FORMS = 320
-"""The most forms of padded passes that are recorded; a start for 256 requests records about half as
-many."""
+"""The most forms of padded passes that are recorded; a start for 256 requests records about a third
+as many."""
 _LARGE = 1 << 20
 """Bytes of a tensor from which on it is not kept for each form."""
 

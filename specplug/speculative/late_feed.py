@@ -193,12 +193,7 @@ class LateFeed:
         """
         if not self._rows:
             return
-        places = {
-            request.request_id: place
-            for place, request in enumerate(batch.requests)
-            if request.request_id in self._rows
-        }
-        steps = [step for step in self._steps if not places.keys().isdisjoint(step.places)]
+        places, steps = self._waiting_of(batch)
         run: list[_Step] = []
         for step in steps if drafts_follow else steps[:-1]:
             if step.lens is not None:
@@ -219,16 +214,21 @@ class LateFeed:
             batch: of the present step, which waits.
             least: rows that have to wait, of all requests.
         """
-        ids = {request.request_id: place for place, request in enumerate(batch.requests)}
-        steps = [step for step in self._steps if not ids.keys().isdisjoint(step.places)]
+        places, steps = self._waiting_of(batch)
         known = list(takewhile(lambda step: step.lens is not None, steps[:-1]))
         if sum(step.known_rows for step in known) < least:
             return
-        waiting = {each: place for each, place in ids.items() if each in self._rows}
-        had_caught_up = self.has_caught_up
-        yield from self._joined(known, batch, waiting, is_known=True)
-        self.has_caught_up = had_caught_up  # the next draft takes no longer for it
+        yield from self._joined(known, batch, places, is_known=True)
         self._drop_empty()
+
+    def _waiting_of(self, batch: Batch) -> tuple[dict[str, int], list[_Step]]:
+        """Return the requests of a batch that wait, with their places in it, and their steps."""
+        places = {
+            request.request_id: place
+            for place, request in enumerate(batch.requests)
+            if request.request_id in self._rows
+        }
+        return places, [s for s in self._steps if not places.keys().isdisjoint(s.places)]
 
     def _joined(
         self,
@@ -239,7 +239,8 @@ class LateFeed:
         is_known: bool = False,
     ) -> Iterator[tuple[Batch, CommittedOutput]]:
         """Yield what these steps, in order, have for the requests of a batch at ``places``; if
-        ``is_known`` without refused nodes, though it is one step."""
+        ``is_known`` without refused nodes, though it is one step, and before the next draft: that
+        takes no longer for it."""
         if not steps:
             return
         rows: dict[str, list[tuple[int, int]]] = {each: [] for each in places}
@@ -253,7 +254,7 @@ class LateFeed:
         if len(steps) == 1 and not (steps[0].begins or is_known):
             yield _path(part, steps[0], [rows[each][0][1] for each in wanted])
         else:
-            self.has_caught_up = True
+            self.has_caught_up |= not is_known
             yield _chunk(part, steps, [rows[each] for each in wanted])
 
     def _count_off(self, request_id: str, columns: int) -> None:

@@ -377,6 +377,11 @@ def test_steps_before_the_present_one_are_taken_if_known() -> None:
     assert set(late.waiting) == {"a", "b", "c"}
     late.learn("abc", [1, 1, 1])
     assert [each.size for each, _ in late.take(batch_of("abc"))] == [3]
+    step(late, "ab", 1, start=9)
+    step(late, "ab", 1, start=10)  # of which the host knows at once that all count
+    ((chunk, _),) = late.take_known(batch_of("ab"), 0)
+    assert chunk.seq_lens.tolist() == [9, 9]
+    assert chunk.chunk_widths == (1, 1)
 
 
 def test_leave_tells_the_accepted_tokens_that_wait() -> None:

@@ -140,10 +140,8 @@ class CatchUps:
     def left(self, algorithm: int, rows: Array | Sequence[int], step: int, steps: int) -> float:
         """Return the seconds of a catch-up of these requests that a run of fewer steps than those
         of ``starts`` does not count."""
-        waiting = float(self.waiting(rows, step)[:, algorithm].sum())
-        whole = float(self._seconds[algorithm]) * (_FIXED_ROWS + waiting)
         run = float(self._runs[algorithm])
-        return max(0.0, 1 - steps / run) * whole if waiting else 0.0
+        return max(0.0, 1 - steps / run) * self._whole(algorithm, rows, step)
 
     def are_due(self, rows: Array, who: Array, step: int, *, lost: float, most: float) -> bool:
         """Return whether to catch algorithms up although that seems too dear: as much was lost
@@ -156,15 +154,18 @@ class CatchUps:
             lost: seconds that the steps since the last time took more, because others draft.
             most: seconds of a catch-up at most, as in ``starts``.
         """
-        waiting = self.waiting(rows, step)
-        missed = [waiting[who == a, a].sum() for a in range(len(self._seconds))]
-        each = zip(self._seconds, missed, strict=True)
-        price = sum(min(own * (_FIXED_ROWS + of), most) for own, of in each if of > 0)
+        drafting = set(who.tolist()) - {-1}
+        price = sum(min(self._whole(a, rows[who == a], step), most) for a in drafting)
         self._lost = self._lost + lost if lost else _OF_LOST * self._lost
         if not lost or self._lost < price:
             return False
         self._lost = 0.0
         return True
+
+    def _whole(self, algorithm: int, rows: Array | Sequence[int], step: int) -> float:
+        """Return the seconds of catching an algorithm up for these requests; 0 if none waits."""
+        waiting = float(self.waiting(rows, step)[:, algorithm].sum())
+        return float(self._seconds[algorithm]) * (_FIXED_ROWS + waiting) if waiting else 0.0
 
     def waiting(self, rows: Array | Sequence[int], step: int) -> Array:
         """Return the rows that wait of each request before a step, [n, A]."""

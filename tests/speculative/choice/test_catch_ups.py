@@ -56,19 +56,11 @@ def test_catch_up_is_due_once_as_much_was_lost_without_it() -> None:
     found = paused(40)
     found.feed(EVERY, np.array([1, 1]), 41)
     found.learn(1, [0, 1], 0.01)
-    whose = np.array([-1, 1]), np.array([1, 1])
-    due = [
-        found.are_due(EVERY, who, 81, lost=lost, most=1.0)
-        for who, lost in [
-            (whose[1], 0.004),
-            (whose[1], 0.004),
-            (whose[1], 0.004),
-            (whose[1], 0.004),
-        ]
-    ]
+    one, both = np.array([-1, 1]), np.array([1, 1])
+    due = [found.are_due(EVERY, both, 81, lost=0.004, most=1.0) for _ in range(4)]
     assert due == [False, False, True, False], "each is paid for anew"
-    assert found.are_due(EVERY, whose[0], 81, lost=0.005, most=1.0), "of one request it takes less"
-    assert found.are_due(EVERY, whose[1], 81, lost=0.004, most=0.003), "no longer than the most"
+    assert found.are_due(EVERY, one, 81, lost=0.005, most=1.0), "of one request it takes less"
+    assert found.are_due(EVERY, both, 81, lost=0.004, most=0.003), "no longer than the most"
 
 
 def test_loss_that_has_ended_counts_half_each_time() -> None:
