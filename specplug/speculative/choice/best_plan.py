@@ -5,17 +5,21 @@ and the drafters' times. Which nodes are worth their cost depends on all others,
 target's time and by what a drafter takes whatever it drafts. So a few ways to choose are compared
 whole: for each set of algorithms, nodes above each of some survivals, no deeper than each of some
 depths. The best one is then mended node by node in the order of survival, which finds where padding
-makes nodes free.
+makes nodes free. ``plans.c`` does the same, where it can be compiled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations
+from pathlib import Path
 
 import attrs
 import numpy as np
 
+from specplug.kernels.plugin_library import load_compiled
+from specplug.speculative.choice import compiled_plans
+from specplug.speculative.choice.compiled_plans import MOST_ALGORITHMS, CompiledPlans, Step
 from specplug.speculative.choice.step_cost import SHOWN, StepCosts
 
 Array = np.ndarray
@@ -29,6 +33,11 @@ MARGIN = 1.015
 too good."""
 _MOST_SETS = 6
 """Sets of algorithms that are compared at most."""
+_ROUNDING = 1e-6
+"""Nodes by which a sum of shares may be too great, in whatever order it was summed up."""
+_EVERY_LIMIT = 1, 2, 3, 4, 5, 6, 8, 11, 16, 32
+"""Depths that are compared as the greatest of a plan."""
+assert (len(_LEAST), len(_EVERY_LIMIT) + 1, _MOST_SETS) == compiled_plans.COMPARED
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -62,7 +71,7 @@ class Plan:
 
 @attrs.frozen(eq=False)
 class Costs:
-    """Seconds of the steps that are chosen from.
+    """Seconds of the steps that are chosen from, and what finds plans by them.
 
     Attributes:
         curve: [rows + 1] of the target's pass.
@@ -70,6 +79,7 @@ class Costs:
         ragged: as ``StepCosts.ragged``.
         filled: [A] the share of the nodes asked for that an algorithm drafts.
         waiting: as in ``StepCosts``.
+        compiled: finds plans in C, of ``MOST_ALGORITHMS`` at most; None: numpy does.
     """
 
     curve: Array
@@ -77,6 +87,7 @@ class Costs:
     ragged: float
     filled: Array
     waiting: Sequence[int] = ()
+    compiled: CompiledPlans | None = None
 
     @classmethod
     def of(
@@ -87,18 +98,22 @@ class Costs:
         most_nodes: int,
         filled: Array,
         starts: tuple[Array, Array] | None = None,
+        compiled: CompiledPlans | None = None,
     ) -> Costs:
         """Return those of steps of ``bs`` requests with at most ``most_nodes`` drafted nodes.
 
         Args:
             starts: as ``CatchUps.starts`` gives them; None: nothing is to be caught up.
+            compiled: as ``load_plans`` returns it.
         """
         curve, drafters = costs.curve(bs, context, bs + most_nodes), costs.drafters
         if starts is not None:
             drafters = drafters.copy()
             drafters[:, 0] += starts[0]
             drafters[:, 2] += starts[1]
-        return cls(curve, drafters, costs.ragged, filled, costs.waiting)
+        if costs.algorithms > MOST_ALGORITHMS:
+            compiled = None
+        return cls(curve, drafters, costs.ragged, filled, costs.waiting, compiled)
 
     def drafting(self, of_each: Array) -> Array:
         """Return the seconds of drafting, given those of each algorithm, [A, …]."""
@@ -110,6 +125,11 @@ class Costs:
         sides = of_each[waits].sum(0), of_each[~waits].sum(0)
         total: Array = np.maximum(*sides) + SHOWN * np.minimum(*sides)
         return total
+
+
+def load_plans() -> CompiledPlans | None:
+    """Return what finds plans in C; None where that cannot be compiled, or is not to be."""
+    return load_compiled(compiled_plans.SOURCE, Path(compiled_plans.__file__), CompiledPlans)
 
 
 def plain_plan(bs: int, costs: Costs) -> Plan:
@@ -130,6 +150,11 @@ def planned(who: Array, depths: Array, survival: Array, costs: Costs) -> Plan:
         survival: as in ``best_plan``.
     """
     bs = len(who)
+    if costs.compiled is not None:
+        step, _held = _step(survival, costs)
+        whole = [np.ascontiguousarray(each, dtype=np.int64) for each in (who, depths)]
+        worth = costs.compiled.price(step, *map(_address, whole))
+        return Plan(who=who, depths=depths, tokens=worth[0], seconds=worth[1])
     gains = np.concatenate([np.zeros((bs, 1)), survival[np.arange(bs), who].cumsum(1)], 1)
     tokens = bs + gains[np.arange(bs), depths].sum()
     seconds = _seconds(depths[:, None], who, list(range(survival.shape[1])), costs)
@@ -147,8 +172,36 @@ def best_plan(survival: Array, costs: Costs, rate: float) -> Plan:
             when algorithms are compared for a request.
     """
     plain = plain_plan(len(survival), costs)
-    found = _for_many(survival, costs, rate)
+    find = _for_many if costs.compiled is None else _for_many_in_c
+    found = find(survival, costs, rate)
     return found if found is not None and found.rate > MARGIN * plain.rate else plain
+
+
+def _for_many_in_c(survival: Array, costs: Costs, rate: float) -> Plan | None:
+    """Return what ``_for_many`` does."""
+    assert costs.compiled is not None
+    step, _held = _step(survival, costs)
+    who, depths = np.empty((2, len(survival)), dtype=np.int64)
+    worth = costs.compiled.best(step, rate, _address(who), _address(depths))
+    if worth is None:
+        return None
+    tokens, seconds = worth
+    return Plan(who=who, depths=depths, tokens=tokens, seconds=seconds)
+
+
+def _step(survival: Array, costs: Costs) -> tuple[Step, Sequence[Array]]:
+    """Return what the functions in C take, and the arrays whose addresses it has."""
+    given = survival, costs.curve, costs.drafters, costs.filled
+    arrays = [np.ascontiguousarray(each, dtype=np.float64) for each in given]
+    waiting = sum(1 << a for a in costs.waiting)
+    addresses = map(_address, arrays)
+    step = Step(*survival.shape, len(costs.curve), *addresses, waiting, SHOWN, costs.ragged)
+    return step, arrays
+
+
+def _address(array: Array) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def _for_many(survival: Array, costs: Costs, rate: float) -> Plan | None:
@@ -181,7 +234,7 @@ def _for_many(survival: Array, costs: Costs, rate: float) -> Plan | None:
     most = most[:, :, :, None]
     seconds = every[:, :, :, None] + depth[:, :, :, None] * np.minimum(most, limits)
     total = costs.drafting(seconds.reshape(nodes.shape) + node * nodes)  # [S, W]
-    total += costs.curve[bs + np.ceil(nodes.sum(0)).astype(np.int64)]
+    total += costs.curve[_rows(bs, nodes.sum(0))]
     least = own.sum(0).min(1)[:, :, None]  # [S, T, 1]
     ragged = np.minimum(least, limits) != np.minimum(most.max(0), limits)
     total += costs.ragged * ragged.reshape(total.shape)
@@ -245,8 +298,7 @@ def _plan(who: Array, depths: Array, tokens: float, seconds: float) -> Plan:
 
 def _limits(deepest: int) -> Array:
     """Return the depths that are compared as the greatest of a plan."""
-    every = [1, 2, 3, 4, 5, 6, 8, 11, 16, 32]
-    return np.array([*(depth for depth in every if depth < deepest), deepest])
+    return np.array([*(depth for depth in _EVERY_LIMIT if depth < deepest), deepest])
 
 
 def _seconds(deep: Array, who: Array, allowed: list[int], costs: Costs) -> Array:
@@ -264,9 +316,15 @@ def _seconds(deep: Array, who: Array, allowed: list[int], costs: Costs) -> Array
         of_each[a] = drafter[0] * (most > 0) + drafter[1] * most + drafter[3] * drafted
         of_each[a] += drafter[2] * requests + drafter[4] * ((requests > 0) & (requests < bs))
     seconds = costs.drafting(of_each)
-    seconds += costs.curve[bs + np.ceil(nodes).astype(np.int64)]
+    seconds += costs.curve[_rows(bs, nodes)]
     seconds += costs.ragged * (deep.max(0) != deep.min(0))
     return seconds
+
+
+def _rows(bs: int, nodes: Array) -> Array:
+    """Return the rows of the target's pass over so many nodes and the roots."""
+    rows: Array = bs + np.ceil(nodes - _ROUNDING).astype(np.int64)
+    return rows
 
 
 def _mended(plan: Plan, survival: Array, costs: Costs) -> Plan:
@@ -277,17 +335,16 @@ def _mended(plan: Plan, survival: Array, costs: Costs) -> Plan:
     if limit == 0:
         return plan
     bs = len(survival)
-    took = costs.curve[bs + int(np.ceil((plan.depths * costs.filled[who]).sum()))]
+    took = costs.curve[_rows(bs, (plan.depths * costs.filled[who]).sum())]
     others = plan.seconds - took - costs.ragged * (plan.depths.max() != plan.depths.min())
     mine = np.where(who[:, None] >= 0, survival[:, :limit], 0.0).ravel()
-    # As small integers, which numpy sorts by digits; equal ones stay in the order of depth.
-    order = np.argsort((-30000 * mine).astype(np.int16), kind="stable")
-    order = order[: np.count_nonzero(mine)]
-    if not len(order):
+    likely = np.flatnonzero(mine)
+    if not len(likely):
         return plan
+    # As small integers, which numpy sorts by digits; equal ones stay in the order of depth.
+    order = likely[np.argsort((-30000 * mine[likely]).astype(np.int16), kind="stable")]
     filled = costs.filled[who[order // limit]]
-    rows = bs + np.ceil(filled.cumsum()).astype(np.int64)
-    seconds = costs.curve[rows] + others + costs.ragged
+    seconds = costs.curve[_rows(bs, filled.cumsum())] + others + costs.ragged
     tokens = bs + mine[order].cumsum()
     best = int((tokens / seconds).argmax())
     if tokens[best] / seconds[best] <= plan.rate * (1 + 1e-9):

@@ -17,6 +17,7 @@ from specplug.speculative.choice.best_plan import (
     planned,
 )
 from specplug.speculative.choice.catch_ups import CatchUps
+from specplug.speculative.choice.compiled_plans import CompiledPlans
 from specplug.speculative.choice.one_request import CostsOfOne, best_of_one, tried_of_one
 from specplug.speculative.choice.step_cost import StepCosts, StepWork
 from specplug.speculative.choice.trials import (
@@ -89,9 +90,10 @@ class DraftPolicy:
     Args:
         costs: of a step.
         depth: D, of the deepest draft of any algorithm.
+        compiled: finds the plans of several requests in C; None: numpy does.
     """
 
-    def __init__(self, costs: StepCosts, depth: int) -> None:
+    def __init__(self, costs: StepCosts, depth: int, compiled: CompiledPlans | None = None) -> None:
         algorithms = costs.algorithms
         self.costs = costs
         self.acceptance = Acceptance(algorithms, depth)
@@ -100,6 +102,7 @@ class DraftPolicy:
         self._trials = Trials()
         self._was_best = False  # whether the last plan was no trial
         self._catch_ups = CatchUps(algorithms)
+        self._compiled = compiled
         self._rows: dict[str, int] = {}
         self._free: list[int] = []
         self._heard = np.zeros((0, algorithms), dtype=np.int64)
@@ -180,7 +183,8 @@ class DraftPolicy:
         survival = _with_known(self.acceptance.survival(rows), known) * able
         bs = len(rows)
         nodes = int(most.max(1, initial=0).sum())
-        costs = Costs.of(self.costs, bs, context, nodes, np.array(filled), self._starts(rows))
+        starts = self._starts(rows)
+        costs = Costs.of(self.costs, bs, context, nodes, np.array(filled), starts, self._compiled)
         plain = plain_plan(bs, costs)
         if not nodes:
             return attrs.evolve(plain, reason=NO_ROOM)

@@ -12,7 +12,7 @@ import numpy as np
 
 from specplug.hookspecs import hookimpl
 from specplug.speculative.choice.benefit import Benefit, TakenSteps
-from specplug.speculative.choice.best_plan import BEST, NOTHING_PAYS, Plan
+from specplug.speculative.choice.best_plan import BEST, NOTHING_PAYS, Plan, load_plans
 from specplug.speculative.choice.draft_policy import NO_ROOM, DraftPolicy, StepOutcome
 from specplug.speculative.choice.foresight import Foresight, Rows
 from specplug.speculative.choice.rank_costs import RankCosts
@@ -78,6 +78,7 @@ class MeasuredChoice:
     def __init__(self, *, deterministic: bool = False) -> None:
         self.taken = TakenSteps()
         self._deterministic = deterministic
+        self._compiled = load_plans()
         self._policy: DraftPolicy | None = None
         self._foresights: list[Foresight] = []
         self._names: tuple[str, ...] = ()
@@ -264,7 +265,7 @@ class MeasuredChoice:
             is_fixed=self._deterministic,
         )
         depth = min(_DEEPEST, max(2, *num_draft_tokens) - 1)
-        self._policy = DraftPolicy(costs, depth)
+        self._policy = DraftPolicy(costs, depth, self._compiled)
         return self._policy
 
     def _launched_of(self, report: StepReport) -> _Launched | None:

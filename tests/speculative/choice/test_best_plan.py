@@ -1,4 +1,4 @@
-"""The best plan, beside all plans."""
+"""The best plan, beside all plans: as numpy finds it, and as the functions in C do."""
 
 from __future__ import annotations
 
@@ -8,13 +8,32 @@ import attrs
 import numpy as np
 import pytest
 
-from specplug.speculative.choice.best_plan import Costs, best_plan, planned
+from specplug.kernels.cpu_compiler import find_compiler
+from specplug.kernels.kernel_table import kernels_mode
+from specplug.speculative.choice.best_plan import Costs, Plan, best_plan, load_plans, planned
+from specplug.speculative.choice.compiled_plans import MOST_ALGORITHMS, CompiledPlans
 from specplug.speculative.choice.one_request import CostsOfOne, best_of_one
+from specplug.speculative.choice.step_cost import CPU_COSTS, StepCosts
+
+Compiled = CompiledPlans | None
 
 
-def costs(curve: np.ndarray, *, ragged: float = 0.0) -> Costs:
+@pytest.fixture(params=["numpy", "C"])
+def compiled(request: pytest.FixtureRequest) -> Compiled:
+    return in_c() if request.param == "C" else None
+
+
+def in_c() -> CompiledPlans:
+    if find_compiler() is None or kernels_mode() != "auto":
+        pytest.skip("there is no C compiler, or its libraries are not to be used")
+    found = load_plans()
+    assert found is not None
+    return found
+
+
+def costs(curve: np.ndarray, compiled: Compiled = None) -> Costs:
     drafters = np.array([[0.1, 0.1, 0.0, 0.001, 0.1], [0.05, 0.02, 0.01, 0.0, 0.02]])
-    return Costs(curve, drafters, ragged, np.ones(2))
+    return Costs(curve, drafters, 0.0, np.ones(2), compiled=compiled)
 
 
 CURVES = {
@@ -28,11 +47,11 @@ CURVES = {
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("bs", "waiting"), [(1, ()), (3, ()), (3, (1,))])
 def test_plan_is_near_the_best_of_all(
-    curve: str, seed: int, bs: int, waiting: tuple[int, ...]
+    curve: str, seed: int, bs: int, waiting: tuple[int, ...], compiled: Compiled
 ) -> None:
     random = np.random.default_rng(seed)
     survival = np.cumprod(random.uniform(0.2, 1.0, (bs, 2, 3)), 2)
-    own = attrs.evolve(costs(CURVES[curve]), waiting=waiting)
+    own = attrs.evolve(costs(CURVES[curve], compiled), waiting=waiting)
     found = best_plan(survival, own, 1.0)
     every = [(-1, 0), *product((0, 1), (1, 2, 3))]
     best = max(
@@ -47,9 +66,9 @@ def test_plan_is_near_the_best_of_all(
     assert found.rate >= 0.95 * best
 
 
-def test_what_drafts_beside_a_look_up_counts_in_part() -> None:
+def test_what_drafts_beside_a_look_up_counts_in_part(compiled: Compiled) -> None:
     who, depths, survival = np.array([0, 1, -1]), np.array([1, 1, 0]), np.full((3, 2, 1), 0.5)
-    summed = costs(CURVES["line"])
+    summed = costs(CURVES["line"], compiled)
     for text, model in ((0.5, 0.2), (0.2, 0.5)):
         for waiting, drafting in (((), 0.7), ((1,), 0.62)):
             drafters = np.array([[model, 0, 0, 0, 0], [text, 0, 0, 0, 0.0]])
@@ -58,28 +77,88 @@ def test_what_drafts_beside_a_look_up_counts_in_part() -> None:
             assert found.seconds == pytest.approx(CURVES["line"][5] + drafting)
 
 
-def test_nothing_is_drafted_where_nothing_pays() -> None:
-    plan = best_plan(np.full((3, 2, 3), 0.05), costs(CURVES["line"]), 1.0)
+def test_nothing_is_drafted_where_nothing_pays(compiled: Compiled) -> None:
+    plan = best_plan(np.full((3, 2, 3), 0.05), costs(CURVES["line"], compiled), 1.0)
     assert plan.who.tolist() == [-1] * 3
     assert plan.depths.tolist() == [0] * 3
 
 
 @pytest.mark.parametrize("bs", [1, 3])
 @pytest.mark.parametrize(("better", "drafts"), [(1.01, False), (1.02, True)])
-def test_drafts_that_hardly_look_better_are_left_out(bs: int, better: float, drafts: bool) -> None:
+def test_drafts_that_hardly_look_better_are_left_out(
+    bs: int, better: float, drafts: bool, compiled: Compiled
+) -> None:
     """The best of many estimates is mostly one that is too good."""
     curve = bs + 0.5 * (np.arange(4 * bs + 1) - bs)
     survival = np.zeros((bs, 1, 3))
     survival[:, 0, 0] = 1.5 * better - 1  # 1.5 times the tokens would be worth the time
-    found = best_plan(survival, Costs(curve, np.zeros((1, 5)), 0.0, np.ones(1)), 1.0)
+    free = Costs(curve, np.zeros((1, 5)), 0.0, np.ones(1), compiled=compiled)
+    found = best_plan(survival, free, 1.0)
     assert (found.who >= 0).tolist() == [drafts] * bs
 
 
-def test_algorithm_that_may_not_draft_is_not_chosen() -> None:
+def test_algorithm_that_may_not_draft_is_not_chosen(compiled: Compiled) -> None:
     survival = np.full((2, 2, 3), 0.9)
     survival[0, 0] = survival[1, 1] = 0.0
-    plan = best_plan(survival, costs(np.full(16, 1.0)), 1.0)
+    plan = best_plan(survival, costs(np.full(16, 1.0), compiled), 1.0)
     assert plan.who.tolist() == [1, 0]
+    assert not best_plan(np.zeros((2, 2, 3)), costs(np.full(16, 1.0), compiled), 1.0).drafts
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_plans_in_c_are_those_of_numpy(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    drafting = 0
+    for _ in range(40):
+        survival, own = _any_step(random)
+        bs, algorithms, deepest = survival.shape
+        other = attrs.evolve(own, compiled=in_c())
+        rate = random.uniform(0.5, 3.0) * bs
+        found = best_plan(survival, own, rate)
+        drafting += found.drafts
+        assert _is_alike(best_plan(survival, other, rate), found)
+        who = random.integers(-1, algorithms, (bs,))
+        depths = np.where(who >= 0, random.integers(0, deepest + 1, bs), 0)
+        priced, in_c_priced = (planned(who, depths, survival, each) for each in (own, other))
+        assert _is_alike(priced, in_c_priced)
+    assert drafting > 10
+
+
+def _any_step(random: np.random.Generator) -> tuple[np.ndarray, Costs]:
+    """Return survivals and costs of any size: with ties, algorithms that may not draft, or draft
+    less than they are asked for, padding, and some that wait for the host."""
+    bs, algorithms, deepest = (int(random.integers(1, most)) for most in (40, 6, 20))
+    chances = random.uniform(0.02, 0.98, (bs, algorithms, deepest)) ** random.choice([0.3, 1, 3])
+    survival = chances.cumprod(2) * (
+        np.arange(deepest) < random.integers(0, deepest + 1, (bs, algorithms, 1))
+    )
+    if random.random() < 0.3:
+        survival[:, int(random.integers(algorithms))] = 0.0
+    if random.random() < 0.3:
+        survival = survival.round(1)
+    rows = np.arange(bs * (deepest + 1) + 1)
+    curve = 1 + random.choice([0.001, 0.01, 0.1]) * 16 * np.ceil(rows / random.choice([1, 16]))
+    return survival, Costs(
+        curve=curve,
+        drafters=random.uniform(0, 1, (algorithms, 5)) * [0.3, 0.1, 0.02, 0.001, 0.1],
+        ragged=random.uniform(0, 0.1),
+        filled=random.choice([1.0, 0.9, 0.5], algorithms),
+        waiting=np.flatnonzero(random.random(algorithms) < 0.3).tolist(),
+    )
+
+
+def _is_alike(plan: Plan, other: Plan) -> bool:
+    """Whether two plans are the same, but for what is lost where sums are rounded."""
+    same = plan.who.tolist() == other.who.tolist() and plan.depths.tolist() == other.depths.tolist()
+    near = np.allclose([plan.tokens, plan.seconds], [other.tokens, other.seconds], 1e-9, 0.0)
+    return same and near and plan.reason == other.reason
+
+
+def test_numpy_plans_for_more_algorithms_than_c_has_room_for() -> None:
+    for algorithms, plans in ((MOST_ALGORITHMS, True), (MOST_ALGORITHMS + 1, False)):
+        of_many = StepCosts(algorithms, CPU_COSTS, padded=False)
+        found = Costs.of(of_many, 2, 0.0, 2, np.ones(algorithms), compiled=in_c())
+        assert (found.compiled is not None) == plans
 
 
 @pytest.mark.parametrize("curve", CURVES)

@@ -11,6 +11,8 @@ import attrs
 import pytest
 import torch
 
+from specplug.kernels.kernel_table import c_declined
+from specplug.speculative.choice.best_plan import load_plans
 from specplug.speculative.choice.draft_policy import DraftPolicy, StepOutcome
 from specplug.speculative.choice.measured_choice import MeasuredChoice
 from specplug.speculative.draft_plan import DraftChoices, DraftPlan, DraftWish, ForeseenDrafts
@@ -275,3 +277,14 @@ def test_plain_steps_do_not_cost_what_a_device_waits_before(
     took = {"propose": 0.004, "target": 0.01, "verify": 0.001, "host": 0.002}
     choice.on_step(report_of(drafter, 1, 1, seconds=took))
     assert seen == [pytest.approx(0.011 if drafter == "NONE" else 0.015)]
+
+
+@pytest.mark.parametrize("declined", [False, True])
+def test_plans_are_found_in_c_unless_that_is_declined(declined: bool) -> None:
+    if load_plans() is None:
+        pytest.skip("there is no C compiler")
+    with c_declined(declined):
+        choice = MeasuredChoice(deterministic=True)
+    planned(choice, foresees=True)  # the run's policy is made then
+    assert choice._policy is not None
+    assert (choice._policy._compiled is None) == declined
