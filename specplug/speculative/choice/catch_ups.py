@@ -88,19 +88,20 @@ class CatchUps:
             rows: [n] of its requests.
             who: [n] what drafts for each, -1: nothing.
         """
-        before = self._who[rows]
-        stopped = before != who
+        before, most = self._who[rows], 1 + len(self._drafted)
+        drafted = np.bincount(before + 1, minlength=most)[1:]
+        stopped = np.bincount(before[before != who] + 1, minlength=most)[1:]
         kept = _OF_REQUESTS ** max(1.0, len(rows) / _FEW)
-        for a in set(before.tolist()) - {-1}:
-            mine = before == a
-            share, stops = np.count_nonzero(mine), np.count_nonzero(mine & stopped)
-            self._drafted[a] = kept * self._drafted[a] + (1 - kept) * share / len(rows)
-            self._stopped[a] = kept * self._stopped[a] + (1 - kept) * stops / len(rows)
+        left = np.where(drafted > 0, kept, 1.0)  # of one that drafted for nobody nothing is learnt
+        self._drafted = left * self._drafted + (1 - kept) / len(rows) * drafted
+        self._stopped = left * self._stopped + (1 - kept) / len(rows) * stopped
 
     @property
     def _runs(self) -> Array:
         """For how many steps in a row each algorithm is expected to draft, [A]."""
-        return np.clip(self._drafted / np.maximum(self._stopped, 1e-9), 1.0, _RUN)
+        runs: Array = np.minimum(self._drafted / np.maximum(self._stopped, 1e-9), _RUN)
+        np.maximum(runs, 1.0, out=runs)
+        return runs
 
     def learn(self, algorithm: int, rows: Sequence[int], seconds: float) -> None:
         """Learn how much longer it took to draft for these requests, which waited before."""
@@ -121,10 +122,10 @@ class CatchUps:
         Args:
             most: seconds of a catch-up at most: it is not known of many rows from few.
         """
-        waiting = self.waiting(rows, step)
-        whole = self._seconds * (_FIXED_ROWS + waiting.sum(0))
-        share = self._seconds * np.minimum(1.0, most / np.maximum(whole, most)) / self._runs
-        return share * _FIXED_ROWS * (waiting > 0).any(0), share * waiting.mean(0)
+        waiting = self.waiting(rows, step).sum(0)
+        whole = self._seconds * (_FIXED_ROWS + waiting)
+        share = self._seconds * (most / np.maximum(whole, most)) / self._runs
+        return share * (_FIXED_ROWS * (waiting > 0)), share * (waiting / len(rows))
 
     def starts_of_one(self, row: int, step: int, most: float) -> list[float]:
         """Return the sums of ``starts`` for one request, [A]: in plain numbers."""
