@@ -263,10 +263,15 @@ class ModelRunner:
         kinds = frozenset(point.kind for point in points)
         if self._ranks is not None:
             return self._agree(self._ranks, size_of(prefill, decode, kinds))
-        is_dense = prefill is None and decode is not None and _is_dense(decode.plan)
-        if self.forms is None or is_dense:
+        if self.forms is None:
             return None
-        return self.forms.of([size_of(prefill, decode, kinds)])
+        size = size_of(prefill, decode, kinds)
+        if prefill is None and decode is not None and _is_dense(decode.plan):
+            # Requests are padded to a batch size: 34 of 3 nodes to 48, 144 rows in place of 128.
+            plan = decode.plan
+            is_masked, rows = plan.mask is not None, batch_bucket(plan.bs) * plan.width
+            return None if is_masked else self.forms.of_fewer_rows(size, rows)
+        return self.forms.of([size])
 
     def _agree(self, ranks: RankGroup, size: PassSize) -> PassForm | None:
         """Agree with the other ranks on the form of a pass. All know the same passes of the same

@@ -63,6 +63,14 @@ class RecordedForms:
         self._runner.num_cold += has_more and is_taken
         return larger
 
+    def of_fewer_rows(self, size: PassSize, rows: int) -> PassForm | None:
+        """Return the form of a pass that is recorded for ``rows`` otherwise, if it is recorded and
+        has fewer; None where it does not, or takes no longer for them."""
+        own = PassForm.of([size])
+        if own is None or not self.stands_in or rows <= _CHEAP_ROWS or own.rows >= rows:
+            return None
+        return own if self._runner.is_recorded(own) else None
+
     def _larger(self, own: PassForm, sizes: Sequence[PassSize]) -> PassForm | None:
         """Return the smallest recorded form that has room for these passes, too."""
         most = max(_MORE_ROWS * own.rows, _CHEAP_ROWS)

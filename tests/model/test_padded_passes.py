@@ -19,6 +19,7 @@ from specplug.engine.warm_up import WarmUp
 from specplug.kernels import paged_attention_kernels as kernels
 from specplug.kernels.attention_form import AttentionForm
 from specplug.kernels.paged_attention_kernels import PagedAttention
+from specplug.model import model_runner
 from specplug.model.model_runner import PassPart
 from specplug.model.padded_rows import GivenParts, size_of
 from specplug.model.pass_form import PartSize, PassForm, PassSize
@@ -263,6 +264,39 @@ def test_padded_steps_give_the_same_tokens(
         assert runner.padded_pass.num_recordings == recorder.recorded
         assert recorder.replayed > 0
         llm.check_pool()
+
+
+def test_pass_of_equal_widths_takes_a_form_of_fewer_rows(
+    tiny_model: Path, reference: Any, scripted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """7 requests of 9 nodes are padded to 8, 72 rows: their form has 64."""
+    known = reference.tokens(["greedy"] * 7)
+    recorder = RunsAgain()
+    with LLM(
+        tiny_model,
+        device="cpu",
+        dtype="float64",
+        speculative_algorithm=scripted(known, right=0.7),
+        speculative_num_steps=8,
+        disable_radix_cache=True,
+    ) as llm:
+        runner = llm.engine.steps.runner
+        runner.pad_passes(recorder)
+        seen = []
+        of_fewer, none = runner.forms.of_fewer_rows, lambda size, rows: None
+        for is_dense, of_fewer_rows in (
+            (lambda plan: False, none),  # their form is recorded
+            (model_runner._is_dense, none),
+            (model_runner._is_dense, of_fewer),
+        ):
+            monkeypatch.setattr(model_runner, "_is_dense", is_dense)
+            runner.forms.of_fewer_rows = of_fewer_rows
+            before = recorder.replayed
+            outputs = llm.generate(reference.prompts, reference.params["greedy"])
+            assert [output.token_ids for output in outputs] == list(known.values())
+            seen.append(recorder.replayed - before)
+        llm.check_pool()
+    assert seen[1] < seen[2]
 
 
 @pytest.mark.parametrize("budget", [8, 11])

@@ -97,6 +97,21 @@ def test_form_of_as_many_rows_stands_in_for_long() -> None:
     assert runner.num_cold == 0
 
 
+def test_recorded_form_of_fewer_rows_takes_a_pass_of_equal_widths() -> None:
+    """34 requests of 3 nodes are padded to 48, 144 rows: their form has 128."""
+    runner = Runner()
+    forms, size = forms_of(runner), PassSize(decode=size_of(*(3,) * 34))
+    assert forms.of_fewer_rows(size, 144) is None, "it is not recorded"
+    runner.run(own(size), 2)
+    assert forms.of_fewer_rows(size, 144) == own(size)
+    assert forms.of_fewer_rows(size, own(size).rows) is None
+    forms.stands_in = False
+    assert forms.of_fewer_rows(size, 144) is None, "passes of equal widths are to be recorded, too"
+    few = PassSize(decode=size_of(*(5,) * 9))
+    runner.run(own(few), 2)
+    assert forms_of(runner).of_fewer_rows(few, 64) is None, "64 rows take no longer than 48"
+
+
 def test_form_of_far_more_tiles_is_one_of_more_rows() -> None:
     runner = Runner()
     forms = forms_of(runner)

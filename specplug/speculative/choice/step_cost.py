@@ -318,8 +318,13 @@ class StepCosts:
     def plain_seconds(self, bs: int) -> float:
         """Return the target's seconds in a step of ``bs`` requests in which nothing is drafted, but
         for what the context takes."""
-        known = self.known(bs)
-        return float(known.curve.item(bs) + known.fixed[0] * (bs - 1))
+        return self.target_seconds(bs, bs)
+
+    def target_seconds(self, bs: int, rows: int) -> float:
+        """Return the target's seconds in a step of ``bs`` requests, but for what the context
+        takes."""
+        known = self.known(rows)
+        return float(known.curve.item(rows) + known.fixed[0] * (bs - 1))
 
     @property
     def ragged(self) -> float:

@@ -206,6 +206,15 @@ def test_kept_plan_is_within_what_new_requests_allow() -> None:
     assert plan.most_nodes == (8, 1, 1, 3, 3)
 
 
+@pytest.mark.parametrize(("names", "keeps"), [("0123", True), ("01235", True), ("012345", False)])
+def test_plan_is_made_anew_where_new_requests_make_its_pass_longer(names: str, keeps: bool) -> None:
+    """5 requests of 8 nodes are 40 rows, 6 are 48, which take an eighth longer."""
+    choice = MeasuredChoice(deterministic=True)
+    planned_of_two(choice, (8,) * 5)
+    plan = kept(choice, names, 8)
+    assert (plan is not None) == keeps
+
+
 def test_plan_of_a_text_that_is_copied_on_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     plan = DraftPolicy.plan
