@@ -36,6 +36,8 @@ _ON_DEVICE = "propose", "target", "verify", "extend", "receive"
 _KEPT = 3
 """Steps that keep to the plan of the one before them at most, where most of the requests are the
 same and at least ``_SEVERAL``: a device may wait for the host while that plans."""
+_KEEPS = 0.75
+"""Share of the tokens that a plan promised from which on it is kept."""
 _SEVERAL = 4
 _FOR_ONE = 16
 """Requests for each of these steps, but for the first, where text is looked up: that changes in few
@@ -58,11 +60,13 @@ class _Launched:
         context: committed tokens of all, as far as the host knew.
         known: the algorithms that told what they would draft. With overlap other steps are planned
             before this one is processed.
+        plan: of the step; None: there was no room.
     """
 
     request_ids: tuple[str, ...]
     context: float
     known: Collection[int] = ()
+    plan: Plan | None = None
 
 
 class MeasuredChoice:
@@ -147,7 +151,7 @@ class MeasuredChoice:
             return None
         kept.left -= 1
         policy.keep(ids, kept.plan, told.who)
-        self._launched.append(_Launched(ids, _context(batch), kept.launched.known))
+        self._launched.append(_Launched(ids, _context(batch), kept.launched.known, kept.plan))
         return told
 
     def _is_longer(self, told: DraftPlan, before: DraftPlan) -> bool:
@@ -172,14 +176,15 @@ class MeasuredChoice:
         known = {a: self._foresee(a, each, batch) for a, each in foreseen.items()}
         if self._room is None or not self._room.is_of(choices):
             self._room = _Room.of(choices)
-        launched = _Launched(ids, context, tuple(known))
-        self._launched.append(launched)
         kept = self._kept
         if kept is not None and kept.is_of_one(ids, self._room, known):
             kept.left -= 1
+            self._launched.append(_Launched(ids, context, tuple(known), kept.plan))
             policy.keep(ids, kept.plan, kept.told.who)
             return kept.told
         plan = policy.plan(ids, self._room.depths, context, known)
+        launched = _Launched(ids, context, tuple(known), plan)
+        self._launched.append(launched)
         early = {a: rows for a, rows in known.items() if not foreseen[a].is_current}
         who, depths = _with_stand_by(plan, self._room.depths, early)
         told = DraftPlan(
@@ -226,7 +231,10 @@ class MeasuredChoice:
             known=launched.known,
             caught_up=[self._places[each] for each in report.caught_up if each in self._places],
         )
-        self.taken.add(outcome, sum(report.accept_lens))
+        tokens = sum(report.accept_lens)
+        self.taken.add(outcome, tokens)
+        if self._kept is not None and self._kept.disappoints(launched, tokens):
+            self._kept = None
         if self._ranks is not None:  # what it cost is learnt from what all ranks tell
             work = self._policy.work_of(outcome)
             seconds = None if outcome.caught_up else outcome.seconds
@@ -419,6 +427,12 @@ class _Kept:
         usual = Counter(planned.values()).most_common(1)[0][0]
         who, nodes = zip(*(planned.get(name, usual) for name in ids), strict=True)
         return choices.bound(DraftPlan(who=who, most_nodes=nodes, reason=told.reason))
+
+    def disappoints(self, launched: _Launched, tokens: int) -> bool:
+        """Return whether a step of several requests with this plan brought far fewer tokens than it
+        promised, as where all are new and none is as those before them."""
+        size, promised = len(launched.request_ids), self.plan.tokens / len(self.plan.who)
+        return launched.plan is self.plan and size > 1 and tokens < _KEEPS * promised * size
 
     def is_of_one(self, ids: tuple[str, ...], room: _Room, known: Mapping[int, Rows]) -> bool:
         """Return whether this is the plan of a step of one request, too: its text promises what it

@@ -215,6 +215,25 @@ def test_plan_is_made_anew_where_new_requests_make_its_pass_longer(names: str, k
     assert (plan is not None) == keeps
 
 
+@pytest.mark.parametrize(("taken", "keeps"), [(7, True), (3, False)])
+def test_plan_that_brings_far_less_than_it_promised_is_not_kept(taken: int, keeps: bool) -> None:
+    names, choice = tuple("01234"), MeasuredChoice(deterministic=True)
+    planned_of_two(choice, (8,) * 5)
+    choice.on_step(
+        StepReport(
+            number=1,
+            mode="decode",
+            decode_ids=names,
+            drafters=("TEXT",) * 5,
+            planned=(8,) * 5,
+            widths=(8,) * 5,
+            accept_lens=(taken,) * 5,
+            seconds={},
+        )
+    )
+    assert (kept(choice, names, 8) is not None) == keeps
+
+
 def test_plan_of_a_text_that_is_copied_on_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     plan = DraftPolicy.plan
