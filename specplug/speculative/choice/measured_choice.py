@@ -143,13 +143,14 @@ class MeasuredChoice:
             self._launched.append(_Launched(_ids(batch), _context(batch)))
             size = choices.size
             return DraftPlan(who=(NOBODY,) * size, most_nodes=(1,) * size, reason=NO_ROOM)
-        if kept is None or kept.known or not kept.left:
+        if kept is None or not kept.left or (kept.known and not kept.goes_on):
             return None
         ids = _ids(batch)
         told = kept.of_step(ids, choices)
         if told is None or self._is_longer(told, kept.told):
             return None
         kept.left -= 1
+        kept.goes_on = False
         policy.keep(ids, kept.plan, told.who)
         self._launched.append(_Launched(ids, _context(batch), kept.launched.known, kept.plan))
         return told
@@ -233,8 +234,10 @@ class MeasuredChoice:
         )
         tokens = sum(report.accept_lens)
         self.taken.add(outcome, tokens)
-        if self._kept is not None and self._kept.disappoints(launched, tokens):
-            self._kept = None
+        if self._kept is not None and launched.plan is self._kept.plan:
+            self._kept.goes_on = who[0] in launched.known and outcome.asked == outcome.accepted
+            if self._kept.disappoints(len(who), tokens):
+                self._kept = None
         if self._ranks is not None:  # what it cost is learnt from what all ranks tell
             work = self._policy.work_of(outcome)
             seconds = None if outcome.caught_up else outcome.seconds
@@ -404,6 +407,8 @@ class _Kept:
         left: for how many steps more it is good.
         known: of one request whose text is looked up: what was foreseen, and is to be foreseen
             again. Empty: nobody needs to be asked.
+        goes_on: whether all of what was looked up for it was accepted in the last step that is
+            known. Mostly it is in the next one too, so that nobody needs to be asked.
     """
 
     plan: Plan
@@ -412,6 +417,7 @@ class _Kept:
     room: _Room
     left: int
     known: Mapping[int, Rows] = attrs.field(factory=dict)
+    goes_on: bool = False
 
     def of_step(self, ids: tuple[str, ...], choices: DraftChoices) -> DraftPlan | None:
         """Return the plan of a step, within what its requests allow; None: too many of them are
@@ -428,11 +434,11 @@ class _Kept:
         who, nodes = zip(*(planned.get(name, usual) for name in ids), strict=True)
         return choices.bound(DraftPlan(who=who, most_nodes=nodes, reason=told.reason))
 
-    def disappoints(self, launched: _Launched, tokens: int) -> bool:
+    def disappoints(self, size: int, tokens: int) -> bool:
         """Return whether a step of several requests with this plan brought far fewer tokens than it
         promised, as where all are new and none is as those before them."""
-        size, promised = len(launched.request_ids), self.plan.tokens / len(self.plan.who)
-        return launched.plan is self.plan and size > 1 and tokens < _KEEPS * promised * size
+        promised = self.plan.tokens / len(self.plan.who)
+        return size > 1 and tokens < _KEEPS * promised * size
 
     def is_of_one(self, ids: tuple[str, ...], room: _Room, known: Mapping[int, Rows]) -> bool:
         """Return whether this is the plan of a step of one request, too: its text promises what it

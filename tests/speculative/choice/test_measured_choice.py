@@ -234,6 +234,20 @@ def test_plan_that_brings_far_less_than_it_promised_is_not_kept(taken: int, keep
     assert (kept(choice, names, 8) is not None) == keeps
 
 
+@pytest.mark.parametrize(("taken", "keeps"), [(8, True), (7, False)])
+def test_nobody_is_asked_whether_a_text_goes_on_that_was_taken_as_a_whole(
+    taken: int, keeps: bool
+) -> None:
+    choice = MeasuredChoice(deterministic=True)
+    plan = planned_of_two(choice, (8,))
+    for _ in range(3):
+        choice.on_step(attrs.evolve(report_of("TEXT", 8, taken), decode_ids=("0",)))
+        assert kept(choice, "0", 8) == (plan if keeps else None)
+        assert kept(choice, "0", 8) is None  # nothing has come of that step yet
+    choice.on_step(attrs.evolve(report_of("TEXT", 8, taken), decode_ids=("0",)))
+    assert kept(choice, "0", 8) is None  # for some steps
+
+
 def test_plan_of_a_text_that_is_copied_on_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     plan = DraftPolicy.plan
