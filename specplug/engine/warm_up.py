@@ -40,9 +40,11 @@ _MOST_PROMPTS = 8
 """Prompts that fill a step together; more are rare."""
 _ROWS_OF_CHUNKS = 64, 128, 256, 384, 512, 768, 1024
 """Rows of the passes over chunks of several prompts that are recorded."""
-_SEVERAL_PROMPTS = 15
-"""Prompts of such a pass. There is another one with places for all of a batch: of 256, that takes
-few prompts twice as long."""
+_SEVERAL_PROMPTS = 15, 31
+"""Prompts of such passes; those of the second one come together beside ``_MANY`` requests, for
+which they wait (``Scheduler``). There is another one with places for all of a batch: of 256, that
+takes few prompts twice as long."""
+_MANY = 128
 _AHEAD = 3
 """Prefills that a device still runs while the host launches a step that is to be timed."""
 _MOST_TIMES, _ALIKE = 4, 1.03
@@ -225,7 +227,8 @@ class WarmUp:
             if rows > (most or _LONGEST_PROMPT):
                 break
             many = min(running - 1, rows // 2)
-            for size in sorted({min(_SEVERAL_PROMPTS, many), many} - {0, 1}):
+            several = _SEVERAL_PROMPTS[: 1 if running < _MANY else 2]
+            for size in sorted({*(min(size, many) for size in several), many} - {0, 1}):
                 for longest in (MOST_IN_PARTS, min(rows, self._most_rows)):
                     lengths = _filled(rows, size, longest)
                     if lengths:

@@ -425,12 +425,17 @@ def test_warm_up_runs_as_many_nodes_as_products_are_padded_to(
 
 
 @pytest.mark.parametrize(
-    "widths", [(60, 41, 9), (33,) * 11, (1, 70), (100,) * 7, (90,) * 4], ids=str
+    ("running", "widths"),
+    [
+        *((96, each) for each in [(60, 41, 9), (33,) * 11, (1, 70), (100,) * 7, (90,) * 4]),
+        *((256, each) for each in [(33,) * 11, (50,) * 15, (60,) * 16, (45,) * 20]),
+    ],
+    ids=str,
 )
 def test_prompts_together_have_a_recorded_form_of_few_places(
-    widths: tuple[int, ...], tiny_model: Path
+    running: int, widths: tuple[int, ...], tiny_model: Path
 ) -> None:
-    limits = {"max_running_requests": 96, "chunked_prefill_size": 1024}
+    limits = {"max_running_requests": running, "chunked_prefill_size": 1024}
     with LLM(tiny_model, device="cpu", dtype="float64", **limits) as llm:
         core = llm.engine
         core.steps.runner.pad_passes(RunsAgain())

@@ -97,7 +97,7 @@ def test_form_of_as_many_rows_stands_in_for_long() -> None:
     assert runner.num_cold == 0
 
 
-def test_recorded_form_of_fewer_rows_takes_a_pass_of_equal_widths() -> None:
+def test_recorded_form_of_fewer_rows_takes_equal_widths() -> None:
     """34 requests of 3 nodes are padded to 48, 144 rows: their form has 128."""
     runner = Runner()
     forms, size = forms_of(runner), PassSize(decode=size_of(*(3,) * 34))

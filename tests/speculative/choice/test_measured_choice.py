@@ -207,7 +207,7 @@ def test_kept_plan_is_within_what_new_requests_allow() -> None:
 
 
 @pytest.mark.parametrize(("names", "keeps"), [("0123", True), ("01235", True), ("012345", False)])
-def test_plan_is_made_anew_where_new_requests_make_its_pass_longer(names: str, keeps: bool) -> None:
+def test_plan_is_made_anew_where_its_pass_gets_longer(names: str, keeps: bool) -> None:
     """5 requests of 8 nodes are 40 rows, 6 are 48, which take an eighth longer."""
     choice = MeasuredChoice(deterministic=True)
     planned_of_two(choice, (8,) * 5)
@@ -216,7 +216,7 @@ def test_plan_is_made_anew_where_new_requests_make_its_pass_longer(names: str, k
 
 
 @pytest.mark.parametrize(("taken", "keeps"), [(7, True), (3, False)])
-def test_plan_that_brings_far_less_than_it_promised_is_not_kept(taken: int, keeps: bool) -> None:
+def test_plan_that_brings_far_less_than_promised_is_not_kept(taken: int, keeps: bool) -> None:
     names, choice = tuple("01234"), MeasuredChoice(deterministic=True)
     planned_of_two(choice, (8,) * 5)
     choice.on_step(
@@ -235,9 +235,7 @@ def test_plan_that_brings_far_less_than_it_promised_is_not_kept(taken: int, keep
 
 
 @pytest.mark.parametrize(("taken", "keeps"), [(8, True), (7, False)])
-def test_nobody_is_asked_whether_a_text_goes_on_that_was_taken_as_a_whole(
-    taken: int, keeps: bool
-) -> None:
+def test_nobody_is_asked_about_a_text_that_was_taken_whole(taken: int, keeps: bool) -> None:
     choice = MeasuredChoice(deterministic=True)
     plan = planned_of_two(choice, (8,))
     for _ in range(3):
