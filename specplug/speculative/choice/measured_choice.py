@@ -11,6 +11,7 @@ import attrs
 import numpy as np
 
 from specplug.hookspecs import hookimpl
+from specplug.speculative.buckets import MOST_ROWS
 from specplug.speculative.choice.benefit import Benefit, TakenSteps
 from specplug.speculative.choice.best_plan import BEST, NOTHING_PAYS, Plan, load_plans
 from specplug.speculative.choice.draft_policy import NO_ROOM, DraftPolicy, StepOutcome
@@ -188,9 +189,11 @@ class MeasuredChoice:
         self._launched.append(launched)
         early = {a: rows for a, rows in known.items() if not foreseen[a].is_current}
         who, depths = _with_stand_by(plan, self._room.depths, early)
+        drafting, most_nodes = tuple(who.tolist()), tuple((1 + depths).tolist())
         told = DraftPlan(
-            who=tuple(who.tolist()),
-            most_nodes=tuple((1 + depths).tolist()),
+            who=drafting,
+            most_nodes=most_nodes,
+            verify_budget=self._budget(choices, drafting, most_nodes),
             reason=plan.reason,
             expected_tokens=plan.tokens,
             expected_seconds=plan.seconds if policy.costs.is_measured else None,
@@ -203,6 +206,17 @@ class MeasuredChoice:
         elif len(ids) == 1 and known and plan.reason in (BEST, NOTHING_PAYS):
             self._kept = _Kept(plan, told, launched, self._room, _KEPT, known)
         return told
+
+    def _budget(
+        self, choices: DraftChoices, who: Sequence[int], most_nodes: Sequence[int]
+    ) -> int | None:
+        """Return the rows of the largest recorded pass, where a step may get more but is not
+        expected to: what an algorithm drafts is not known before. One with more takes a device
+        twice as long, since it is launched kernel by kernel."""
+        if self._on_cpu or not choices.takes_budget or sum(most_nodes) <= MOST_ROWS:
+            return None
+        assert self._policy is not None
+        return MOST_ROWS if self._policy.rows(who, most_nodes) <= MOST_ROWS else None
 
     @hookimpl
     def on_step(self, report: StepReport) -> None:
@@ -432,7 +446,11 @@ class _Kept:
             return None
         usual = Counter(planned.values()).most_common(1)[0][0]
         who, nodes = zip(*(planned.get(name, usual) for name in ids), strict=True)
-        return choices.bound(DraftPlan(who=who, most_nodes=nodes, reason=told.reason))
+        return choices.bound(
+            DraftPlan(
+                who=who, most_nodes=nodes, verify_budget=told.verify_budget, reason=told.reason
+            )
+        )
 
     def disappoints(self, size: int, tokens: int) -> bool:
         """Return whether a step of several requests with this plan brought far fewer tokens than it
