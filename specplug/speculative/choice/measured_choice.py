@@ -3,7 +3,7 @@ extension. It hears of each step by ``on_step``."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,9 +13,10 @@ import numpy as np
 from specplug.hookspecs import hookimpl
 from specplug.speculative.buckets import MOST_ROWS
 from specplug.speculative.choice.benefit import Benefit, TakenSteps
-from specplug.speculative.choice.best_plan import BEST, NOTHING_PAYS, Plan, load_plans
+from specplug.speculative.choice.best_plan import Plan, load_plans
 from specplug.speculative.choice.draft_policy import NO_ROOM, DraftPolicy, StepOutcome
 from specplug.speculative.choice.foresight import Foresight, Rows
+from specplug.speculative.choice.kept_plan import DEEPEST, KeptPlan, LaunchedStep, Room
 from specplug.speculative.choice.rank_costs import RankCosts
 from specplug.speculative.choice.step_cost import CPU_COSTS, GPU_COSTS, StepCosts
 from specplug.speculative.draft_plan import NOBODY, DraftChoices, DraftPlan, ForeseenDrafts
@@ -26,48 +27,13 @@ if TYPE_CHECKING:
     from specplug.speculative.report import RequestReport, StepReport
     from specplug.speculative.runtime import Runtime
 
-_DEEPEST = 63
-"""The most nodes after the root that are planned for a request."""
 _NOTHING = StepOutcome(request_ids=(), who=(), asked=(), nodes=(), accepted=())
 """Of a step in which no request decoded."""
 _ON_DEVICE = "propose", "target", "verify", "extend", "receive"
 """Parts of ``StepReport.seconds`` that a device with a clock of its own takes."""
 
-
-_KEPT = 3
-"""Steps that keep to the plan of the one before them at most, where most of the requests are the
-same and at least ``_SEVERAL``: a device may wait for the host while that plans."""
-_KEEPS = 0.75
-"""Share of the tokens that a plan promised from which on it is kept."""
-_SEVERAL = 4
-_FOR_ONE = 16
-"""Requests for each of these steps, but for the first, where text is looked up: that changes in few
-steps, and what is gained by a plan is more the fewer there are."""
-_LONGER = 1.1
-"""How many times as long the target's pass of such a step may take, with the requests that have
-come: 66 of 2 rows are padded to 192, which take an H200 a third longer than 128."""
-_NEW_OF = 4
-"""Requests of which one may be new, or have gone."""
 _MOST_LAUNCHED = 8
 """Steps that are planned and not processed at most."""
-
-
-@attrs.frozen
-class _Launched:
-    """A step that was planned.
-
-    Attributes:
-        request_ids: of its requests.
-        context: committed tokens of all, as far as the host knew.
-        known: the algorithms that told what they would draft. With overlap other steps are planned
-            before this one is processed.
-        plan: of the step; None: there was no room.
-    """
-
-    request_ids: tuple[str, ...]
-    context: float
-    known: Collection[int] = ()
-    plan: Plan | None = None
 
 
 class MeasuredChoice:
@@ -91,9 +57,9 @@ class MeasuredChoice:
         self._foresights: list[Foresight] = []
         self._names: tuple[str, ...] = ()
         self._places: dict[str, int] = {}
-        self._room: _Room | None = None
-        self._kept: _Kept | None = None
-        self._launched: deque[_Launched] = deque(maxlen=_MOST_LAUNCHED)
+        self._room: Room | None = None
+        self._kept: KeptPlan | None = None
+        self._launched: deque[LaunchedStep] = deque(maxlen=_MOST_LAUNCHED)
         self._on_cpu = True
         self._ranks: RankCosts | None = None
 
@@ -141,31 +107,30 @@ class MeasuredChoice:
         if policy is None:
             return None
         if max(choices.most_nodes, default=1) == 1 or not any(choices.allowed):
-            self._launched.append(_Launched(_ids(batch), _context(batch)))
+            self._launched.append(LaunchedStep(_ids(batch), _context(batch)))
             size = choices.size
             return DraftPlan(who=(NOBODY,) * size, most_nodes=(1,) * size, reason=NO_ROOM)
-        if kept is None or not kept.left or (kept.known and not kept.goes_on):
+        if kept is None:
             return None
         ids = _ids(batch)
-        told = kept.of_step(ids, choices)
-        if told is None or self._is_longer(told, kept.told):
-            return None
-        kept.left -= 1
-        kept.goes_on = False
-        policy.keep(ids, kept.plan, told.who)
-        self._launched.append(_Launched(ids, _context(batch), kept.launched.known, kept.plan))
-        return told
+        told = kept.of_step(ids, choices, policy)
+        return None if told is None else self._keep(kept, ids, batch, kept.launched.known, told)
 
-    def _is_longer(self, told: DraftPlan, before: DraftPlan) -> bool:
-        """Return whether the target's pass takes much longer than that of the plan that is kept,
-        because requests have come."""
-        if told is before:
-            return False
-        assert self._policy is not None
-        now, then = (
-            self._policy.target_seconds(each.who, each.most_nodes) for each in (told, before)
-        )
-        return now > _LONGER * then
+    def _keep(
+        self,
+        kept: KeptPlan,
+        ids: tuple[str, ...],
+        batch: Batch,
+        known: Collection[int],
+        told: DraftPlan,
+    ) -> DraftPlan:
+        """Take a step that keeps to a plan; return what it is told."""
+        kept.take()
+        policy = self._policy
+        assert policy is not None
+        policy.keep(ids, kept.plan, told.who)
+        self._launched.append(LaunchedStep(ids, _context(batch), known, kept.plan))
+        return told
 
     @hookimpl
     def plan_drafts(self, runtime: Runtime, batch: Batch, choices: DraftChoices) -> DraftPlan:
@@ -177,15 +142,12 @@ class MeasuredChoice:
         ids, context = _ids(batch), _context(batch)
         known = {a: self._foresee(a, each, batch) for a, each in foreseen.items()}
         if self._room is None or not self._room.is_of(choices):
-            self._room = _Room.of(choices)
+            self._room = Room.of(choices)
         kept = self._kept
         if kept is not None and kept.is_of_one(ids, self._room, known):
-            kept.left -= 1
-            self._launched.append(_Launched(ids, context, tuple(known), kept.plan))
-            policy.keep(ids, kept.plan, kept.told.who)
-            return kept.told
+            return self._keep(kept, ids, batch, tuple(known), kept.told)
         plan = policy.plan(ids, self._room.depths, context, known)
-        launched = _Launched(ids, context, tuple(known), plan)
+        launched = LaunchedStep(ids, context, tuple(known), plan)
         self._launched.append(launched)
         early = {a: rows for a, rows in known.items() if not foreseen[a].is_current}
         who, depths = _with_stand_by(plan, self._room.depths, early)
@@ -198,13 +160,7 @@ class MeasuredChoice:
             expected_tokens=plan.tokens,
             expected_seconds=plan.seconds if policy.costs.is_measured else None,
         )
-        self._kept = None
-        if len(ids) >= _SEVERAL and plan.reason in (BEST, NOTHING_PAYS):
-            is_told = any(np.any(np.asarray(rows)[:, 0]) for rows in known.values())
-            left = max(1, min(_KEPT, len(ids) // _FOR_ONE)) if is_told else _KEPT
-            self._kept = _Kept(plan, told, launched, self._room, left)
-        elif len(ids) == 1 and known and plan.reason in (BEST, NOTHING_PAYS):
-            self._kept = _Kept(plan, told, launched, self._room, _KEPT, known)
+        self._kept = KeptPlan.of(plan, told, launched, self._room, known)
         return told
 
     def _budget(
@@ -246,12 +202,9 @@ class MeasuredChoice:
             known=launched.known,
             caught_up=[self._places[each] for each in report.caught_up if each in self._places],
         )
-        tokens = sum(report.accept_lens)
-        self.taken.add(outcome, tokens)
-        if self._kept is not None and launched.plan is self._kept.plan:
-            self._kept.goes_on = who[0] in launched.known and outcome.asked == outcome.accepted
-            if self._kept.disappoints(len(who), tokens):
-                self._kept = None
+        self.taken.add(outcome, sum(report.accept_lens))
+        if self._kept is not None and not self._kept.still_holds(launched, outcome):
+            self._kept = None
         if self._ranks is not None:  # what it cost is learnt from what all ranks tell
             work = self._policy.work_of(outcome)
             seconds = None if outcome.caught_up else outcome.seconds
@@ -303,11 +256,11 @@ class MeasuredChoice:
             waiting=() if self._on_cpu else sorted(text),
             is_fixed=self._deterministic,
         )
-        depth = min(_DEEPEST, max(2, *num_draft_tokens) - 1)
+        depth = min(DEEPEST, max(2, *num_draft_tokens) - 1)
         self._policy = DraftPolicy(costs, depth, self._compiled)
         return self._policy
 
-    def _launched_of(self, report: StepReport) -> _Launched | None:
+    def _launched_of(self, report: StepReport) -> LaunchedStep | None:
         """Return what was planned for a step; None: it failed, or was not planned."""
         while self._launched:
             launched = self._launched.popleft()
@@ -380,91 +333,3 @@ def _with_stand_by(
             who = np.where(idle, a, who)
             depths = np.where(idle, np.minimum(deep, most[:, a]), depths)
     return who, depths
-
-
-@attrs.frozen(eq=False)
-class _Room:
-    """How deep drafts may be: mostly the same from step to step.
-
-    Attributes:
-        allowed, most_nodes: of ``DraftChoices``.
-        depths: [bs, A] int64, of each algorithm for each request.
-    """
-
-    allowed: tuple[tuple[int, ...], ...]
-    most_nodes: tuple[int, ...]
-    depths: np.ndarray
-
-    def is_of(self, choices: DraftChoices) -> bool:
-        """Return whether these are the depths of a step, of the same run."""
-        return (self.allowed, self.most_nodes) == (choices.allowed, choices.most_nodes)
-
-    @classmethod
-    def of(cls, choices: DraftChoices) -> _Room:
-        """Return that of a step."""
-        nodes = np.minimum.outer(choices.most_nodes, choices.num_draft_tokens)
-        allowed = np.zeros(nodes.shape, dtype=bool)
-        for place, those in enumerate(choices.allowed):
-            allowed[place, list(those)] = True
-        depths: np.ndarray = np.where(allowed, np.minimum(nodes - 1, _DEEPEST), 0)
-        return cls(choices.allowed, choices.most_nodes, depths)
-
-
-@attrs.define(eq=False)
-class _Kept:
-    """A plan that the next steps may keep to.
-
-    Attributes:
-        plan, told: the same, as the policy made it and as the step was told.
-        launched: its step.
-        room: in which it was made.
-        left: for how many steps more it is good.
-        known: of one request whose text is looked up: what was foreseen, and is to be foreseen
-            again. Empty: nobody needs to be asked.
-        goes_on: whether all of what was looked up for it was accepted in the last step that is
-            known. Mostly it is in the next one too, so that nobody needs to be asked.
-    """
-
-    plan: Plan
-    told: DraftPlan
-    launched: _Launched
-    room: _Room
-    left: int
-    known: Mapping[int, Rows] = attrs.field(factory=dict)
-    goes_on: bool = False
-
-    def of_step(self, ids: tuple[str, ...], choices: DraftChoices) -> DraftPlan | None:
-        """Return the plan of a step, within what its requests allow; None: too many of them are
-        new, or have gone. For a new one it has what it has for most."""
-        if self.launched.request_ids == ids and self.room.is_of(choices):
-            return self.told
-        told = self.told
-        each = zip(told.who, told.most_nodes, strict=True)
-        planned = dict(zip(self.launched.request_ids, each, strict=True))
-        left = sum([name in planned for name in ids])
-        if max(len(ids), len(planned)) - left > len(planned) // _NEW_OF:
-            return None
-        usual = Counter(planned.values()).most_common(1)[0][0]
-        who, nodes = zip(*(planned.get(name, usual) for name in ids), strict=True)
-        return choices.bound(
-            DraftPlan(
-                who=who, most_nodes=nodes, verify_budget=told.verify_budget, reason=told.reason
-            )
-        )
-
-    def disappoints(self, size: int, tokens: int) -> bool:
-        """Return whether a step of several requests with this plan brought far fewer tokens than it
-        promised, as where all are new and none is as those before them."""
-        promised = self.plan.tokens / len(self.plan.who)
-        return size > 1 and tokens < _KEEPS * promised * size
-
-    def is_of_one(self, ids: tuple[str, ...], room: _Room, known: Mapping[int, Rows]) -> bool:
-        """Return whether this is the plan of a step of one request, too: its text promises what it
-        did, or no more where that is not drafted."""
-        is_good = self.known and self.left and self.launched.request_ids == ids
-        if not is_good or self.room is not room:
-            return False
-        if self.told.who[0] in known:
-            return self.known == known
-        then = self.known
-        return all(a in then and sum(own[0]) <= sum(then[a][0]) for a, own in known.items())
