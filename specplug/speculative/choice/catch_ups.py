@@ -138,11 +138,17 @@ class CatchUps:
             for own, rows, run in waiting
         ]
 
-    def left(self, algorithm: int, rows: Array | Sequence[int], step: int, steps: int) -> float:
+    def left(
+        self, algorithm: int, rows: Array | Sequence[int], step: int, steps: int, most: float
+    ) -> float:
         """Return the seconds of a catch-up of these requests that a run of fewer steps than those
-        of ``starts`` does not count."""
+        of ``starts`` does not count.
+
+        Args:
+            most: seconds of a catch-up at most, as there.
+        """
         run = float(self._runs[algorithm])
-        return max(0.0, 1 - steps / run) * self._whole(algorithm, rows, step)
+        return max(0.0, 1 - steps / run) * min(self._whole(algorithm, rows, step), most)
 
     def are_due(self, rows: Array, who: Array, step: int, *, lost: float, most: float) -> bool:
         """Return whether to catch algorithms up although that seems too dear: as much was lost

@@ -144,6 +144,21 @@ class CostFilter:
         self.costs = moved
         self._spread -= gain[:, None] * towards
 
+    def revert(self, places: slice, towards: Array, share: float) -> None:
+        """Believe that some costs, of which nothing was seen for some time, have come nearer to
+        what they mostly are, in doubt of as much.
+
+        Args:
+            places: of them.
+            towards: what they mostly are.
+            share: of the way.
+        """
+        moved = np.zeros_like(self.costs)
+        moved[places] = share * (towards - self.costs[places])
+        self.costs = self.costs + moved
+        self._spread += np.outer(moved, moved)
+        self.changes += 1
+
     def _moved(self, weights: Array, missed: float, noise: float) -> Array:
         """Return the costs after a step whose time missed the expected one by so much. None gets
         negative: what one cannot take is left to those that can, so that their sum does not end

@@ -335,12 +335,15 @@ class DraftPolicy:
             plan: the best one.
         """
 
+        most = self.costs.plain_seconds(len(plan.who))
+
         def late(tried: Plan) -> float:
             total = 0.0
             for a in set(tried.who.tolist()) - {-1}:
                 places = np.flatnonzero((tried.who == a) & (plan.who != a))
                 if len(places):
-                    total += self._catch_ups.left(a, np.asarray(rows)[places], self._step, LASTS)
+                    mine = np.asarray(rows)[places]
+                    total += self._catch_ups.left(a, mine, self._step, LASTS, most)
             return total
 
         return late
@@ -391,6 +394,8 @@ class DraftPolicy:
         rows = [self._rows.get(each, -1) for each in outcome.request_ids]
         if self._forgets and self._step % _FADED == 0:
             self.acceptance.fade([row for row in rows if row >= 0], _FADED)
+            every = enumerate(self._drafted)
+            self.costs.revert([a for a, last in every if self._step - last >= _FADED])
         each = zip(rows, outcome.who, outcome.asked, outcome.accepted, strict=True)
         drafted = [
             draft

@@ -29,6 +29,14 @@ _FIXED = len(_KNOTS) + 3  # and each request, context, raggedness
 SHOWN = 0.6
 """How much of the shorter one of two counts where a device drafts while the host looks text up: the
 drafts are put together after both."""
+_OF_USUAL = 100
+"""Steps with an algorithm's drafts over which goes what these are believed to cost mostly."""
+_REVERTS = 0.2
+"""Share of the way that an algorithm's costs go back to that, each time."""
+_AGAIN = 0.25
+"""How much of that is left after each return that did not last ``_LASTING`` steps with drafts."""
+_LASTING = 32
+_MOST_RETURNS = 4
 _LIKENESS = 0.8
 """How much a row costs alike in two neighbouring spans of the curve."""
 
@@ -117,6 +125,42 @@ class KnownCosts:
     drafters: list[list[float]]
 
 
+@attrs.define(eq=False)
+class _Usual:
+    """What an algorithm's drafts cost mostly.
+
+    Attributes:
+        costs: [5] as ``StepCosts.drafters``.
+        steps: in which it has drafted.
+        drafted: those of them since it last paused.
+        returns: how often it has drafted again since its costs went back, and not for long.
+    """
+
+    costs: Array = attrs.field(factory=lambda: np.zeros(_OF_DRAFTER))
+    steps: int = 0
+    drafted: int = 0
+    returns: int = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it has drafted for so long that this means something."""
+        return self.steps >= _LASTING
+
+    def note(self, own: Array) -> None:
+        """Count a step with its drafts, which are believed to cost so much."""
+        self.steps += 1
+        self.drafted += 1
+        self.costs = self.costs + (own - self.costs) / min(self.steps, _OF_USUAL)
+
+    def pause(self) -> float:
+        """Count some steps without; return the share of the way that its costs go back."""
+        if self.drafted:
+            is_first = self.drafted == self.steps
+            again = 0 if self.drafted >= _LASTING or is_first else self.returns + 1
+            self.returns, self.drafted = min(again, _MOST_RETURNS), 0
+        return float(_REVERTS * _AGAIN**self.returns)
+
+
 class StepCosts:
     """The expected seconds of a step.
 
@@ -160,6 +204,7 @@ class StepCosts:
         self.algorithms = algorithms
         self._rows_table = np.zeros((0, len(_KNOTS)))
         self._known = KnownCosts(-1, np.zeros(0), [], [])
+        self._usual = [_Usual() for _ in range(algorithms)]
 
     @property
     def is_measured(self) -> bool:
@@ -220,11 +265,29 @@ class StepCosts:
             self._learn(work, seconds, part, (True, True), whole)
             return
         self._learn(work, seconds - draft_seconds, part, (True, False), whole)
+        self._note_usual(work)
         if draft_seconds > 0:
             hidden = self._hidden(work)
             shown = [a for a in range(self.algorithms) if a not in hidden]
             part = DRAFTED + 1 + max(shown, key=lambda a: work.requests[a])
             self._learn(work, draft_seconds, part, (False, True), whole)
+
+    def _note_usual(self, work: StepWork) -> None:
+        """Learn what the algorithms that drafted in a step cost mostly."""
+        for a, requests in enumerate(work.requests):
+            if requests:
+                self._usual[a].note(self.drafters[a])
+
+    def revert(self, algorithms: Sequence[int]) -> None:
+        """Believe that algorithms that have not drafted for some steps cost nearer to what they do
+        mostly: a host that was late for a while would else be believed to be for good, because what
+        seems too dear is not drafted."""
+        for a in algorithms:
+            usual = self._usual[a]
+            if usual.is_known and not self._is_fixed:
+                start = _FIXED + _OF_DRAFTER * a
+                share = usual.pause()
+                self._filter.revert(slice(start, start + _OF_DRAFTER), usual.costs, share)
 
     def _learn(
         self,

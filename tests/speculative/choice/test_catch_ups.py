@@ -41,7 +41,7 @@ def test_seconds_of_some_rows_are_those_that_were_learned() -> None:
     found.learn(1, [0, 1], 0.01)
     any_, request = found.starts(EVERY, 81, 1.0)
     assert 8 * (any_[1] + 2 * request[1]) == pytest.approx(0.01, rel=0.01)
-    assert found.left(1, [0, 1], 81, 2) == pytest.approx(0.75 * 0.01, rel=0.01)
+    assert found.left(1, [0, 1], 81, 2, 1.0) == pytest.approx(0.75 * 0.01, rel=0.01)
 
 
 def test_no_catch_up_is_taken_to_be_longer_than_the_most() -> None:
@@ -50,6 +50,7 @@ def test_no_catch_up_is_taken_to_be_longer_than_the_most() -> None:
     found.learn(1, [0, 1], 1.0)
     any_, request = found.starts(EVERY, 81, 0.02)
     assert 8 * (any_[1] + 2 * request[1]) == pytest.approx(0.02)
+    assert found.left(1, EVERY, 81, 2, 0.02) == pytest.approx(0.75 * 0.02)
 
 
 def test_catch_up_is_due_once_as_much_was_lost_without_it() -> None:
@@ -87,7 +88,7 @@ def test_one_that_drafted_in_the_last_step_has_missed_nothing() -> None:
     any_, request = found.starts(EVERY, 42, 1.0)
     assert not any_.any()
     assert not request.any()
-    assert found.left(1, [0, 1], 42, 2) == 0.0
+    assert found.left(1, [0, 1], 42, 2, 1.0) == 0.0
 
 
 def test_one_request_takes_what_arrays_say() -> None:
@@ -117,9 +118,9 @@ def drafting_in_turns(steps: int) -> CatchUps:
 def test_catch_up_counts_in_as_many_steps_as_it_is_for(steps: int, expected: int) -> None:
     """Where algorithms take turns all the time, drafts that begin anew are no bargain."""
     found = drafting_in_turns(steps)
-    whole = found.left(1, EVERY, 341, 0)
+    whole = found.left(1, EVERY, 341, 0, 1.0)
     any_, request = found.starts(EVERY, 341, 1.0)
     assert any_[1] + 2 * request[1] == pytest.approx(whole / expected, rel=0.15)
-    assert found.left(1, EVERY, 341, 1) == pytest.approx(
+    assert found.left(1, EVERY, 341, 1, 1.0) == pytest.approx(
         whole * (1 - 1 / expected), abs=0.05 * whole
     )

@@ -256,6 +256,39 @@ def test_drafting_that_seemed_dear_is_tried_again(bs: int) -> None:
     assert all(drafts[-100:])
 
 
+@pytest.mark.parametrize("ends", [120, 600])
+def test_drafting_goes_on_after_the_host_was_late(ends: int) -> None:
+    """A step of 64 requests with drafts gives 1.2 times the tokens a second; 0.9 times as many in
+    some steps, or in all from one on."""
+    now = [0]
+
+    class LateHost(Machine):
+        def draft_seconds(self, who: np.ndarray, depths: np.ndarray) -> float:
+            is_late = bool(depths.any()) and 100 <= now[0] < ends
+            return super().draft_seconds(who, depths) + 3e-3 * is_late
+
+    own = LateHost(
+        target=lambda rows: 4.4e-3 + 1.25e-5 * rows,
+        drafters=((1e-4, 3e-4, 0.0, 0.0, 3e-4),),
+        padded=True,
+        catch_up=(lambda rows: 3e-3 + 1e-6 * rows,),
+    )
+
+    def acceptance(step: int) -> np.ndarray:
+        now[0] = step
+        return np.full((64, 1), 0.6)
+
+    run = simulate(own, acceptance, 600, depth=7, declared=GPU_COSTS)
+    drafts = [bool(depths.any()) for depths in run.depths]
+    assert sum(drafts[40:100]) > 55
+    assert not any(drafts[114:120]), "it looks too dear"
+    if ends == 120:
+        assert sum(drafts[200:]) > 380
+    else:
+        assert sum(drafts[140:]) < 18
+        assert run.rate(200) > 0.96 * 64 / own.target(64)
+
+
 def test_fixed_costs_repeat_the_same_plans() -> None:
     runs = [
         simulate(
