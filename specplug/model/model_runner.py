@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import TypeVar
 
 import attrs
@@ -17,7 +17,7 @@ from specplug.model.padded_rows import GivenParts, cut_rows, size_of
 from specplug.model.pass_form import PassForm, PassSize
 from specplug.model.recorded_forms import RecordedForms
 from specplug.model.target import PassOutput, Target
-from specplug.speculative.buckets import MANY_ROWS, batch_bucket
+from specplug.speculative.buckets import MANY_ROWS, MOST_ROWS, batch_bucket, row_bucket
 from specplug.speculative.draft import Draft
 from specplug.speculative.graph_recorder import GraphRecorder
 from specplug.speculative.graph_runner import GraphRunner
@@ -265,13 +265,13 @@ class ModelRunner:
             return self._agree(self._ranks, size_of(prefill, decode, kinds))
         if self.forms is None:
             return None
-        size = size_of(prefill, decode, kinds)
         if prefill is None and decode is not None and _is_dense(decode.plan):
-            # Requests are padded to a batch size: 34 of 3 nodes to 48, 144 rows in place of 128.
             plan = decode.plan
-            is_masked, rows = plan.mask is not None, batch_bucket(plan.bs) * plan.width
-            return None if is_masked else self.forms.of_fewer_rows(size, rows)
-        return self.forms.of([size])
+            if plan.mask is not None or not _has_shorter_form(plan.bs, plan.width):
+                return None
+            size, rows = size_of(prefill, decode, kinds), batch_bucket(plan.bs) * plan.width
+            return self.forms.of_fewer_rows(size, rows)
+        return self.forms.of([size_of(prefill, decode, kinds)])
 
     def _agree(self, ranks: RankGroup, size: PassSize) -> PassForm | None:
         """Agree with the other ranks on the form of a pass. All know the same passes of the same
@@ -348,6 +348,14 @@ class ModelRunner:
                 buffer = self._buffers[name] = torch.empty_like(tensor)
             found[name] = buffer[: len(tensor)].copy_(tensor)
         return found
+
+
+@cache
+def _has_shorter_form(bs: int, width: int) -> bool:
+    """Return whether the form of nodes of equal widths has fewer rows than requests that are padded
+    to a batch size: 34 of 3 nodes have 128, in place of 48 times 3. Asked at each step."""
+    rows = bs * width
+    return rows <= MOST_ROWS and row_bucket(rows) < batch_bucket(bs) * width
 
 
 def _is_dense(plan: PagedPlan) -> bool:

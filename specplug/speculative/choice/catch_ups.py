@@ -148,7 +148,7 @@ class CatchUps:
             most: seconds of a catch-up at most, as there.
         """
         run = float(self._runs[algorithm])
-        return max(0.0, 1 - steps / run) * min(self._whole(algorithm, rows, step), most)
+        return max(0.0, 1 - steps / run) * self._whole(algorithm, rows, step, most)
 
     def are_due(self, rows: Array, who: Array, step: int, *, lost: float, most: float) -> bool:
         """Return whether to catch algorithms up although that seems too dear: as much was lost
@@ -162,17 +162,19 @@ class CatchUps:
             most: seconds of a catch-up at most, as in ``starts``.
         """
         drafting = set(who.tolist()) - {-1}
-        price = sum(min(self._whole(a, rows[who == a], step), most) for a in drafting)
+        price = sum(self._whole(a, rows[who == a], step, most) for a in drafting)
         self._lost = self._lost + lost if lost else _OF_LOST * self._lost
         if not lost or self._lost < price:
             return False
         self._lost = 0.0
         return True
 
-    def _whole(self, algorithm: int, rows: Array | Sequence[int], step: int) -> float:
-        """Return the seconds of catching an algorithm up for these requests; 0 if none waits."""
+    def _whole(self, algorithm: int, rows: Array | Sequence[int], step: int, most: float) -> float:
+        """Return the seconds of catching an algorithm up for these requests, ``most`` at most; 0 if
+        none waits."""
         waiting = float(self.waiting(rows, step)[:, algorithm].sum())
-        return float(self._seconds[algorithm]) * (_FIXED_ROWS + waiting) if waiting else 0.0
+        whole = float(self._seconds[algorithm]) * (_FIXED_ROWS + waiting)
+        return min(whole, most) if waiting else 0.0
 
     def waiting(self, rows: Array | Sequence[int], step: int) -> Array:
         """Return the rows that wait of each request before a step, [n, A]."""

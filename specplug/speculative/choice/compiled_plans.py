@@ -1,4 +1,4 @@
-"""``best_plan`` and ``planned`` in C, in a twentieth of the time, and a trial of them.
+"""``best_plan`` and ``planned`` in C, in a sixth and a third of the time, and a trial of them.
 
 ``python compiled_plans.py PATH`` calls each function of a library once, in a process of its own: a
 crash of a wrongly compiled one ends only that process. This module imports the standard library

@@ -124,13 +124,16 @@ class KeptPlan:
             return cls(plan, told, launched, room, left)
         return cls(plan, told, launched, room, _KEPT, known) if size == 1 and known else None
 
+    @property
+    def asks_nobody(self) -> bool:
+        """Whether it may be kept without asking what would be drafted."""
+        return bool(self.left) and (not self.known or self.goes_on)
+
     def of_step(
         self, ids: tuple[str, ...], choices: DraftChoices, policy: DraftPolicy
     ) -> DraftPlan | None:
-        """Return the plan of a step of which nobody was asked what would be drafted, within what
-        its requests allow; None: there is none. For a new request it has what it has for most."""
-        if not self.left or (self.known and not self.goes_on):
-            return None
+        """Return the plan of a step, within what its requests allow; None: there is none. For a new
+        request it has what it has for most."""
         if self.launched.request_ids == ids and self.room.is_of(choices):
             return self.told
         found = self._of_others(ids, choices)

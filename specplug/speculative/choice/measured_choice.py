@@ -110,7 +110,7 @@ class MeasuredChoice:
             self._launched.append(LaunchedStep(_ids(batch), _context(batch)))
             size = choices.size
             return DraftPlan(who=(NOBODY,) * size, most_nodes=(1,) * size, reason=NO_ROOM)
-        if kept is None:
+        if kept is None or not kept.asks_nobody:
             return None
         ids = _ids(batch)
         told = kept.of_step(ids, choices, policy)

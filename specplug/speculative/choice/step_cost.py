@@ -153,10 +153,10 @@ class _Usual:
         self.costs = self.costs + (own - self.costs) / min(self.steps, _OF_USUAL)
 
     def pause(self) -> float:
-        """Count some steps without; return the share of the way that its costs go back."""
+        """Count some steps without, once it is known; return the share of the way that its costs go
+        back."""
         if self.drafted:
-            is_first = self.drafted == self.steps
-            again = 0 if self.drafted >= _LASTING or is_first else self.returns + 1
+            again = 0 if self.drafted >= _LASTING else self.returns + 1
             self.returns, self.drafted = min(again, _MOST_RETURNS), 0
         return float(_REVERTS * _AGAIN**self.returns)
 
