@@ -44,8 +44,6 @@ _SCATTER = 37
 REQUESTS = 2
 """How many come for each place of a batch."""
 BATCHES = 1, 16, 64
-_MOST_KEPT = 64
-"""Ended requests whose prompts are kept for the next round."""
 ALONE = "eagle3", "ngram"
 WORKLOADS: Mapping[str, tuple[str, ...]] = {
     "completion": ("new",),
@@ -223,9 +221,8 @@ def measure_choices(arguments: argparse.Namespace, base: Path, results: Results)
     """Time the choice, and each algorithm alone, in turns with plain decoding."""
     given = {"max_running_requests": max(arguments.batches), **settings_of(arguments)}
     tokens, context = (24, 32) if arguments.tiny else (TOKENS, CONTEXT)
-    requests = max(arguments.batches)
-    requests += min(requests, _MOST_KEPT)
-    slots = requests * (context + tokens + 64)
+    # The prompts stay for the next round, of every way: else each would compute others again.
+    slots = REQUESTS * max(arguments.batches) * (context + tokens + 64)
     known = [KnownEagle3(), KnownEagle3()]
     chain = {"speculative_num_steps": STEPS, "speculative_num_draft_tokens": STEPS + 1}
 
