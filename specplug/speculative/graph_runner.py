@@ -9,13 +9,18 @@ have one width, to a ``PassForm`` if their widths differ. ``GraphRecorder`` make
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any, Protocol
 
 import attrs
 
+from specplug.errors import warn_fallback
 from specplug.kernels.recorded_launches import recorded_launches
 from specplug.speculative.graph_recorder import GraphRecorder, Recorded
 
+_MOST_BUCKETS = 512
+"""The most buckets of a pass that are recorded. A start for 256 requests and drafts of up to eight
+nodes records half as many; more are of a pass whose arguments are never twice alike."""
 _MOST_EPILOGUES = 32
 """The most epilogues that are recorded with a pass."""
 
@@ -113,7 +118,8 @@ class GraphRunner(PassRunner):
         pad: says how its inputs are padded: makes a ``GivenPass`` of its arguments. It returns
             None for a pass that is not padded, which then runs eagerly.
         recorder: of the recordings.
-        most_buckets: the most that are recorded; passes of others run as they are.
+        most_buckets: the most that are recorded; passes of others run as they are, which is warned
+            of once.
         warms_up: record the first pass of a bucket, after it has run once to compile its kernels.
             Else the second one is recorded: a bucket that is seen once costs no recording.
         waits: without ``warms_up``, replay a pass from the next one of its bucket on, not at once:
@@ -134,7 +140,7 @@ class GraphRunner(PassRunner):
         pad: Callable[..., GivenPass | None],
         recorder: GraphRecorder,
         *,
-        most_buckets: int = 128,
+        most_buckets: int = _MOST_BUCKETS,
         warms_up: bool = True,
         waits: bool = False,
         has_epilogue: bool = False,
@@ -149,6 +155,7 @@ class GraphRunner(PassRunner):
         self.recorded: list[Hashable] = []
         self._known: dict[Hashable, _Bucket] = {}
         self._last: _Bucket | None = None
+        self._is_full = False
 
     def is_recorded(self, bucket: Hashable) -> bool:
         """Return whether passes of this bucket are replayed."""
@@ -167,7 +174,10 @@ class GraphRunner(PassRunner):
         given = None if self.recorder.failure is not None else self.pad(*arguments)
         known = None if given is None else self._known.get(given.bucket)
         is_first = known is None
-        if given is None or (is_first and not self.takes(given.bucket)):
+        if given is None:
+            return self._forward(*arguments)
+        if known is None and not self.takes(given.bucket):
+            self._warn_full()
             return self._forward(*arguments)
         if known is None:
             known = self._known[given.bucket] = _Bucket(given.inputs())
@@ -189,6 +199,17 @@ class GraphRunner(PassRunner):
             known.cut = known.inputs.cutter(output)
         self._last = known if self._has_epilogue else None
         return known.cut()
+
+    def _warn_full(self) -> None:
+        """Warn once that there are as many buckets as are recorded."""
+        if not self._is_full:
+            self._is_full = True
+            own = self._forward.func if isinstance(self._forward, partial) else self._forward
+            name = getattr(own, "__qualname__", type(own).__name__)
+            warn_fallback(
+                f"{name} was recorded in {self._most_buckets} forms, the most there may be: passes "
+                "of others are launched kernel by kernel, which keeps the host busy"
+            )
 
     def _record(self, bucket: _Bucket, given: Any) -> Recorded | None:
         """Record the pass over a bucket's inputs. None if that fails; it is not tried again."""

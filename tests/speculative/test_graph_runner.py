@@ -11,7 +11,9 @@ import torch
 from recorded_operations import Operations, record_operations
 from torch import Tensor
 
+from specplug.errors import FallbackWarning
 from specplug.kernels.recorded_launches import are_recorded
+from specplug.speculative.buckets import batch_sizes
 from specplug.speculative.graph_recorder import GraphRecorder, Recorded
 from specplug.speculative.graph_runner import GraphRunner
 from specplug.speculative.pass_arguments import BatchPadding
@@ -39,13 +41,28 @@ def doubled(given: Tensor) -> Tensor:
 
 def test_passes_of_too_many_buckets_run_as_they_are() -> None:
     runner = GraphRunner(doubled, BatchPadding(), Counted(), most_buckets=2)
-    for _ in range(2):
-        for length in (1, 2, 3, 4):
-            given = torch.arange(length)
-            assert torch.equal(runner(given), given * 2)
+    passes = [torch.arange(length) for length in (1, 2, 3, 4)] * 2
+    with pytest.warns(FallbackWarning, match="doubled was recorded in 2 forms") as warnings:
+        results = [runner(given) for given in passes]
+    assert len(warnings) == 1
+    assert all(torch.equal(r, given * 2) for r, given in zip(results, passes, strict=True))
     assert runner.num_recordings == 2
     assert runner.num_cold == 2, "what is never recorded is as fast as it gets"
     assert not runner.takes("another")
+
+
+def test_all_drafts_of_many_requests_are_recorded() -> None:
+    """Of up to 256 requests, of up to eight nodes, greedy and sampled."""
+    runner = GraphRunner(doubled, BatchPadding(), Counted())
+    passes = [
+        torch.ones(size, width, dtype=dtype)
+        for size in batch_sizes(256)
+        for width in range(1, 9)
+        for dtype in (torch.float32, torch.float64)
+    ]
+    for given in passes:
+        runner(given)
+    assert runner.num_recordings == len(passes)
 
 
 def test_a_failed_recording_ends_those_of_other_buckets() -> None:
@@ -96,7 +113,8 @@ def test_kernels_hear_that_launches_are_recorded_or_will_be(warms_up: bool) -> N
     assert len(told) >= 4
     assert all(told)
     told.clear()
-    runner(torch.ones(3))  # one bucket too many: it runs as it is
+    with pytest.warns(FallbackWarning, match="recorded in 1 forms"):
+        runner(torch.ones(3))  # one bucket too many: it runs as it is
     assert told == [False]
 
 
@@ -105,7 +123,8 @@ def test_no_epilogue_follows_an_unrecorded_pass() -> None:
     runner(torch.ones(2))
     assert runner.run_epilogue("sum", lambda given, output: given + output) is not None
     assert runner.num_cold == 2
-    runner(torch.ones(3))  # of another bucket
+    with pytest.warns(FallbackWarning, match="recorded in 1 forms"):
+        runner(torch.ones(3))  # of another bucket
     assert runner.run_epilogue("sum", lambda given, output: given + output) is None
 
 
