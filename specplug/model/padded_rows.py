@@ -74,8 +74,11 @@ class FormInputs:
         sizes = [size for part in form.parts for size in (part.rows, part.bs * part.width)]
         if form.prefill is not None:
             sizes.append(form.prefill.bs + form.rows - form.prefill.rows)
-        # One tensor: what the host knows comes in one copy.
+        # One tensor: what the host knows comes in one copy. Not of pinned memory, which may be
+        # written to only when it has come; of other memory torch makes a copy of its own first.
         self._index = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        self._known = torch.zeros(sum(sizes), dtype=torch.int64)
+        self._known_parts = [part.numpy() for part in torch.split(self._known, sizes)]
         places = list(torch.split(self._index, sizes))
         # The last row of each chunk and all nodes; 0, all rows, if there are no chunks.
         self._logits_rows: Tensor | int = 0 if form.prefill is None else places.pop()
@@ -97,26 +100,25 @@ class FormInputs:
         widths = [inputs.widths for inputs in self._parts]
         if widths != self._widths:
             self._widths = widths
-            self._index.copy_(torch.from_numpy(self._indices()), non_blocking=True)
+            self._write_known()
+            self._index.copy_(self._known, non_blocking=True)
         for inputs, part in zip(self._parts, there, strict=True):
             if inputs.widths is None and part is not None:
                 inputs.place_rows(part.plan)
 
-    def _indices(self) -> np.ndarray:
-        """Return what follows from the widths alone; zeros where the device alone knows these."""
-        form, index = self._form, list[np.ndarray]()
-        for part, inputs in zip(form.parts, self._parts, strict=True):
-            if inputs.widths is None:
-                index.append(np.zeros(part.rows + part.bs * part.width, dtype=np.int64))
-            else:
-                index += part.places(inputs.widths)
+    def _write_known(self) -> None:
+        """Write what follows from the widths alone; the device alone knows where they are None."""
+        form = self._form
+        for i, (part, inputs) in enumerate(zip(form.parts, self._parts, strict=True)):
+            if inputs.widths is not None:
+                part.write_places(inputs.widths, *self._known_parts[2 * i : 2 * i + 2])
         if form.prefill is not None:
             widths = self._parts[0].widths
             assert widths is not None, "the host knows the widths of chunks"
-            ends = np.zeros(form.prefill.bs, dtype=np.int64)
+            ends = self._known_parts[-1]
             ends[: len(widths)] = np.cumsum(widths) - 1
-            index += ends, np.arange(form.prefill.rows, form.rows)
-        return np.concatenate(index)
+            ends[len(widths) : form.prefill.bs] = 0
+            ends[form.prefill.bs :] = np.arange(form.prefill.rows, form.rows)
 
     def arguments(self, given: GivenParts) -> tuple[Any, ...]:
         """Return the arguments of the pass."""
@@ -267,7 +269,7 @@ class _PartInputs:
 
     def place_rows(self, plan: PagedPlan) -> None:
         """Write where the rows of a plan stand whose widths are known on the device alone: those of
-        ``PartForm.places``."""
+        ``PartForm.write_places``."""
         assert plan.padding is not None
         form, own = self._form, plan.padding.flat_index
         rows, first = torch.arange(form.rows, device=own.device), plan.bs * form.width

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Self
 
 import attrs
@@ -18,7 +19,7 @@ from specplug.speculative.buckets import (
 )
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class PartSize:
     """A part of a pass: its prefill's chunks, or its decode step's nodes.
 
@@ -39,7 +40,7 @@ NOTHING = PartSize(0, 0, 0)
 """A part that is not there."""
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class PassSize:
     """A pass of one rank.
 
@@ -69,7 +70,7 @@ class PassSize:
         return cls(PartSize(*prefill), PartSize(*decode), frozenset(kinds))
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class PartForm:
     """What a part is padded to: B requests, R rows, at most Q of a request.
 
@@ -104,16 +105,23 @@ class PartForm:
             and all(_requests(size, self.rows, self.width) <= self.bs for size in sizes)
         )
 
-    def places(self, widths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return ``flat_index`` [R] and ``padded_rows`` [B * Q] of a ``Padding``, int64, for real
-        requests of these widths."""
-        counts = np.array([*widths, self.rows - sum(widths)], dtype=np.int64)
-        rows, starts = np.arange(self.rows), counts.cumsum() - counts
+    def write_places(
+        self, widths: Sequence[int], flat_index: np.ndarray, padded_rows: np.ndarray
+    ) -> None:
+        """Write the tensors of a ``Padding`` for real requests of these widths.
+
+        Args:
+            flat_index: [R] int64, is written.
+            padded_rows: [B * Q] int64, is written.
+        """
         # A request's first row stands at its first place; so do the rows of padding after all.
-        flat_index = rows + np.repeat(np.arange(len(counts)) * self.width - starts, counts)
-        padded_rows = np.zeros(self.bs * self.width, dtype=np.int64)
+        counts = np.array([*widths, self.rows - sum(widths)], dtype=np.int64)
+        shifts = _multiples(len(counts), self.width) - counts.cumsum()
+        shifts += counts
+        rows = _multiples(self.rows, 1)
+        np.add(rows, shifts.repeat(counts), out=flat_index)
+        padded_rows.fill(0)
         padded_rows[flat_index] = rows
-        return flat_index, padded_rows
 
     def widths(self, widths: Sequence[int]) -> tuple[int, ...]:
         """Return the widths of all B requests, of which the first have these."""
@@ -122,13 +130,19 @@ class PartForm:
         return (*widths, *(min(max(padding - rows, 0), self.width) for rows in before))
 
 
+@lru_cache(maxsize=256)
+def _multiples(length: int, step: int) -> np.ndarray:
+    """Return 0, ``step``, … [length] int64, the same array each time, which nobody writes to."""
+    return np.arange(0, length * step, step)
+
+
 def _requests(size: PartSize, rows: int, width: int) -> int:
     """Return how many requests a part has that is padded to so many rows."""
     least = int(width > 1)  # or full rows would be a form of their own
     return size.bs + max(least, -((size.rows - rows) // width))
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class PassForm:
     """What a pass is padded to.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import lru_cache
 
 from specplug.model.pass_form import PassForm, PassSize
 from specplug.speculative.graph_runner import GraphRunner
@@ -43,11 +44,13 @@ class RecordedForms:
     def __init__(self, runner: GraphRunner) -> None:
         self.stands_in = True
         self._runner = runner
+        # Each step asks for one.
+        self._form_of = lru_cache(maxsize=4096)(lambda size: PassForm.of([size]))
         self._asked: defaultdict[PassForm, float] = defaultdict(float)
 
     def of(self, sizes: Sequence[PassSize]) -> PassForm | None:
         """Return the form that has room for each of these passes; None: they are not padded."""
-        own = PassForm.of(sizes)
+        own = self._form_of(sizes[0]) if len(sizes) == 1 else PassForm.of(sizes)
         if own is None or self._runner.recorder.failure is not None:
             return None
         is_taken = self._runner.takes(own)
@@ -66,7 +69,7 @@ class RecordedForms:
     def of_fewer_rows(self, size: PassSize, rows: int) -> PassForm | None:
         """Return the form of a pass that is recorded for ``rows`` otherwise, if it is recorded and
         has fewer; None where it does not, or takes no longer for them."""
-        own = PassForm.of([size])
+        own = self._form_of(size)
         if own is None or not self.stands_in or rows <= _CHEAP_ROWS or own.rows >= rows:
             return None
         return own if self._runner.is_recorded(own) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +21,9 @@ def test_places_of_a_forms_rows_are_their_own(passes: list[list[int]]) -> None:
     form = PartForm.of([size_of(widths) for widths in passes])
     assert form is not None
     for widths in (*passes, []):
-        flat_index, padded_rows = (t.tolist() for t in form.places(widths))
+        places = np.full(form.rows, -7), np.full(form.bs * form.width, -7)
+        form.write_places(widths, *places)
+        flat_index, padded_rows = (each.tolist() for each in places)
         expected = [b * form.width + i for b, width in enumerate(widths) for i in range(width)]
         assert flat_index[: sum(widths)] == expected
         assert len(flat_index) == len(set(flat_index)) == form.rows
