@@ -10,11 +10,11 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import attrs
-import torch
 from torch import Tensor
 
-from specplug.speculative.draft import Draft, DraftInput, arange
+from specplug.speculative.draft import Draft, DraftInput
 from specplug.speculative.host_copy import upload
+from specplug.speculative.joined_draft import JoinedDraft
 from specplug.speculative.joint_algorithm import JointWorker
 from specplug.speculative.several_worker import SeveralWorker
 
@@ -159,11 +159,10 @@ def propose_planned(batch: Batch, draft_input: DraftInput, proposers: Sequence[P
             given = _sub_input(draft_input, rows, proposer.owns)
             parts.append((proposer, sub_batch(batch, places, rows), given, places, rows))
     # All that can be made before anybody waits is: a device waits too then.
-    made = [
-        (places, rows, proposer.propose(evolved(part, drafters=()), given))
-        for proposer, part, given, places, rows in parts
-    ]
-    return put_together(roots, made)
+    joined = JoinedDraft(roots, max(batch.max_draft_nodes, default=1))
+    for proposer, part, given, places, rows in parts:
+        joined.add(places, rows, proposer.propose(evolved(part, drafters=()), given))
+    return joined.draft()
 
 
 def evolved(batch: Batch, **changes: Any) -> Batch:
@@ -210,46 +209,3 @@ def _sub_input(draft_input: DraftInput, rows: Tensor, owns: Callable[[str], bool
         if owns(name)
     }
     return DraftInput(bonus_tokens=draft_input.bonus_tokens[rows], state=state)
-
-
-def put_together(roots: Tensor, made: Sequence[tuple[Sequence[int], Tensor, Draft]]) -> Draft:
-    """Return the drafts of a batch, given those of some of its requests; the rest has the root
-    alone.
-
-    Nodes of a draft without scores get 0, if others have some.
-
-    Args:
-        roots: [bs] int64.
-        made: the places of requests in the batch, each place once at most, the same on the device,
-            [n] int64, and their drafts.
-    """
-    bs = len(roots)
-    drafts = [draft for _, _, draft in made]
-    width = max((draft.width for draft in drafts), default=1)
-    if width == 1:
-        return Draft.chain(roots.unsqueeze(1))
-    widths = [1] * bs
-    tokens = roots.new_zeros(bs, width)
-    tokens[:, 0] = roots
-    scores = parents = None
-    if any(draft.scores is not None for draft in drafts):
-        scores = torch.zeros(bs, width, dtype=torch.float32, device=roots.device)
-    if not all(draft.is_chain for draft in drafts):
-        parents = roots.new_zeros(bs, width)  # of nodes that do not count, too
-        parents[:, 0] = -1
-    for places, rows, draft in made:
-        own = draft.width
-        tokens[:, :own].index_copy_(0, rows, draft.tokens)
-        if scores is not None and draft.scores is not None:
-            scores[:, :own].index_copy_(0, rows, draft.scores)
-        if parents is not None:
-            linked = draft.parents
-            if linked is None:
-                linked = (arange(own, roots.device) - 1).expand(draft.tokens.shape)
-            parents[:, :own].index_copy_(0, rows, linked)
-        for place, each in zip(places, draft.widths or (own,) * len(places), strict=True):
-            widths[place] = each
-    if parents is None:
-        return Draft.chain(tokens, widths, scores=scores)
-    depth = max(draft.depth for draft in drafts)
-    return Draft.tree(tokens, parents, depth, widths, scores=scores)
