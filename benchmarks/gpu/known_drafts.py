@@ -217,13 +217,14 @@ class KnownNgram(Ngram):
         look_up, wrong = worker._look_up, self._wrong
 
         def known(request_ids: Sequence[str], rooms: Sequence[int], *rest: Any) -> Any:
-            read, own = [0] * len(request_ids), list(rooms)
-            for row, request in enumerate(map(worker.requests.get, request_ids)):
-                if request is None:
-                    continue
-                read[row] = place = request.prompt_read + request.observed
-                if _is_partly(request.owner):
-                    own[row] = min(own[row], 1 + max(0, COPIED_STRETCH - place % STRETCH))
+            states = [*map(worker.requests.get, request_ids)]
+            read = [0 if each is None else each.prompt_read + each.observed for each in states]
+            own = [
+                min(room, 1 + max(0, COPIED_STRETCH - place % STRETCH))
+                if each is not None and _is_partly(each.owner)
+                else room
+                for room, place, each in zip(rooms, read, states, strict=True)
+            ]
             drafts = look_up(request_ids, own, *rest)
             tokens = drafts.tokens.numpy()[:, 1:]
             places = np.array(read)[:, None] + np.arange(tokens.shape[1]) + 31 * tokens

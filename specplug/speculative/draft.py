@@ -127,11 +127,14 @@ class Draft:
             roots: [bs] int64 bonus tokens.
             vocab_size: V.
         """
-        if runs_tree_kernels(self.tokens) and not (self.is_chain and self.width == 1):
-            return self._rooted_at_once(roots, vocab_size)
-        tokens, parents = roots.unsqueeze(1), self.parents
+        parents = self.parents
+        if parents is not None and runs_tree_kernels(self.tokens):
+            return self._rooted_at_once(roots, parents, vocab_size)
+        tokens = roots.unsqueeze(1)
         if self.width > 1:
-            tokens = torch.cat((tokens, self.tokens[:, 1:].clamp(0, vocab_size - 1)), dim=1)
+            # Two launches of torch: one of Triton would take the host longer.
+            tokens = self.tokens.clamp(0, vocab_size - 1).contiguous()
+            tokens[:, 0] = roots
         if parents is not None:
             order = arange(self.width, parents.device)
             parents = torch.where((parents < 0) | (parents >= order), -1, parents)
@@ -147,14 +150,11 @@ class Draft:
             scores=self.scores,
         )
 
-    def _rooted_at_once(self, roots: Tensor, vocab_size: int) -> Draft:
-        """Root in one launch, which computes what the step needs of a tree too."""
-        from specplug.kernels.tree import root_chains, root_trees
+    def _rooted_at_once(self, roots: Tensor, parents: Tensor, vocab_size: int) -> Draft:
+        """Root a tree in one launch, which computes what the step needs of it too."""
+        from specplug.kernels.tree import root_trees
 
-        tokens, parents = self.tokens, self.parents
-        if parents is None:
-            return self._like(root_chains(tokens, roots, vocab_size), None)
-        tokens, parents, *of_tree = root_trees(tokens, parents, self.depth, roots, vocab_size)
+        tokens, parents, *of_tree = root_trees(self.tokens, parents, self.depth, roots, vocab_size)
         draft = self._like(tokens, parents)
         draft._at_once = tuple(of_tree)
         return draft

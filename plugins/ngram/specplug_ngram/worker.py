@@ -57,6 +57,10 @@ class RequestState:
     observed: int = 0
 
 
+_ALIGNMENT = 16
+"""Bytes: of tensors that begin elsewhere Triton would compile its kernels anew."""
+
+
 @attrs.frozen(eq=False)
 class Foreseen:
     """What was told of a step's requests before a choice was made of their drafts.
@@ -83,6 +87,21 @@ class Foreseen:
         return attrs.evolve(
             drafts, tokens=drafts.tokens[rows], scores=drafts.scores[rows], widths=widths
         )
+
+
+def sent_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return tensors of the host on a device, copied there in one: each copy takes the host longer
+    than a GPU."""
+    memory, starts = bytearray(), list[int]()
+    for tensor in tensors:
+        memory += bytes(-len(memory) % _ALIGNMENT)
+        starts.append(len(memory))
+        memory += tensor.numpy().tobytes()
+    sent = torch.frombuffer(memory, dtype=torch.uint8).to(device, non_blocking=True)
+    return [
+        sent[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for start, tensor in zip(starts, tensors, strict=True)
+    ]
 
 
 @attrs.frozen(eq=False)
@@ -207,9 +226,10 @@ class NgramWorker:
             counts: [bs] int64, on the host, the number of new tokens of each row.
         """
         self._read += 1
-        self._drafter.observe(self._drafted(request_ids), tokens, counts)
-        for request_id, count in zip(request_ids, counts.tolist(), strict=True):
-            request = self.requests.get(request_id)
+        read = [self.requests.get(each) for each in request_ids]
+        drafted = [None if each is None else each.drafted for each in read]
+        self._drafter.observe(drafted, tokens, counts)
+        for request, count in zip(read, counts.tolist(), strict=True):
             if request is not None:
                 request.observed += count
 
@@ -254,13 +274,14 @@ class NgramWorker:
         width = max(widths)
         if width == 1:
             return Draft.chain(roots.unsqueeze(1))
-        tokens = drafts.tokens[:, :width].to(roots.device, non_blocking=True)
+        found = [
+            t[:, :width] for t in (drafts.tokens, drafts.scores, drafts.parents) if t is not None
+        ]
+        tokens, scores, *parents = found if roots.is_cpu else sent_together(found, roots.device)
         tokens[:, 0] = roots
-        scores = drafts.scores[:, :width].to(roots.device, non_blocking=True)
-        if drafts.parents is None:
+        if not parents:
             return Draft.chain(tokens, widths, scores=scores)
-        parents = drafts.parents[:, :width].to(roots.device, non_blocking=True)
-        return Draft.tree(tokens, parents, drafts.depth, widths, scores=scores)
+        return Draft.tree(tokens, parents[0], drafts.depth, widths, scores=scores)
 
     def draft_on_host(self, batch: Batch, forced: Forced = ()) -> HostDraft | None:
         """Return what ``propose`` drafts, in tensors of the host as wide as any draft; None:
