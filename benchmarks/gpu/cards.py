@@ -412,7 +412,6 @@ def draft(width: int) -> None:
 
     tokens = ints(4, width)
     tree.root_trees(tokens, ints(4, width), 5, ints(4), 32000)
-    tree.root_chains(tokens, ints(4), 32000)
     parents, mask = ints(4, width), empty(4, width, width, dtype=torch.bool)
     lost = empty(4, width, dtype=torch.bool)
     tree.verify_drafts(tokens, (parents, mask, ints(4, width), lost), 6, ints(4 * width), None)

@@ -53,7 +53,7 @@ KINDS = (
     ("norms, activation", r"norm|silu|_rotate"),
     (
         "bookkeeping",
-        r"publish|row_places|verify_drafts|move_accepted|root_trees|root_chains|copy_rows|enter_pages"
+        r"publish|row_places|verify_drafts|move_accepted|root_trees|copy_rows|enter_pages"
         r"|host_write|memcpy|multi_tensor|index|gather",
     ),
 )

@@ -1,9 +1,9 @@
 """Root, verify and compact drafts of up to 64 nodes, one program a request.
 
 Around a target's pass a draft's tensors are so small that time is what launching takes. So each
-kernel does the whole of a phase: ``root_trees`` or ``root_chains`` before the pass,
-``verify_drafts`` after it, then ``move_accepted`` in all layers of the KV pool. Nothing is read on
-the host and no shape depends on device data, so they can be recorded in a CUDA graph.
+kernel does the whole of a phase: ``root_trees`` before the pass, ``verify_drafts`` after it, then
+``move_accepted`` in all layers of the KV pool. Nothing is read on the host and no shape depends on
+device data, so they can be recorded in a CUDA graph.
 
 The torch references: ``Draft.rooted``, ``mask``, ``depths`` and ``lost``; ``verify_tree`` and
 ``compact``; ``kv.tensors.move_slots``. All values are integers and results are equal, for drafts
@@ -78,18 +78,6 @@ def _root_trees(
     places = (first + node)[:, None] * width + other[None, :]
     both = inside[:, None] & (other[None, :] < width)
     tl.store(mask + places, sees.to(tl.uint8), mask=both)
-
-
-@_kernel
-def _root_chains(roots, tokens, row_stride, rooted, width, most_token, BLOCK: tl.constexpr):
-    """One request."""
-    request = tl.program_id(0).to(tl.int64)
-    node = tl.arange(0, BLOCK)
-    inside = node < width
-    token = tl.load(tokens + request * row_stride + node, mask=inside, other=0)
-    token = tl.minimum(tl.maximum(token, 0), most_token)
-    token = tl.where(node == 0, tl.load(roots + request), token)
-    tl.store(rooted + request * width + node, token, mask=inside)
 
 
 @_kernel
@@ -226,27 +214,6 @@ def root_trees(
         mask.view(torch.uint8), width, depth, generations, vocab_size - 1, **_shape(width),
     )  # fmt: skip
     return rooted, cleaned, mask, depths, lost
-
-
-def root_chains(tokens: Tensor, roots: Tensor, vocab_size: int) -> Tensor:
-    """Return chains with their roots and tokens of the vocabulary, as ``Draft.rooted`` does.
-
-    Args:
-        tokens: [bs, N] int64, bs at least 1, N at most ``MOST_NODES``.
-        roots: [bs] int64.
-        vocab_size: V.
-
-    Returns:
-        [bs, N] int64, a tensor of its own.
-    """
-    bs, width = tokens.shape
-    tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
-    rooted = torch.empty(bs, width, dtype=torch.int64, device=tokens.device)
-    _root_chains[(bs,)](
-        roots.contiguous(), tokens, tokens.stride(0), rooted, width, vocab_size - 1,
-        **_shape(width),
-    )  # fmt: skip
-    return rooted
 
 
 def verify_drafts(

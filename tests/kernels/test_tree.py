@@ -107,11 +107,10 @@ def test_chains_are_rooted_wherever_their_tokens_stand() -> None:
     for tokens in (wide[:, 2:7], wide.t()[:, :2], wide[1].expand(3, -1), wide[:, :1]):
         roots = torch.arange(len(tokens) * 2, device=DEVICE)[1::2]
         draft = Draft(tokens=tokens, parents=None, widths=None, depth=tokens.shape[1] - 1)
-        with kernels_used("torch"):
-            expected = draft.rooted(roots, VOCAB_SIZE).tokens
-        with kernels_used("triton"):
-            found = draft.rooted(roots, VOCAB_SIZE).tokens
-        assert torch.equal(found, expected)
+        found = draft.rooted(roots, VOCAB_SIZE).tokens
+        assert found[:, 0].tolist() == roots.tolist()
+        assert torch.equal(found[:, 1:], tokens[:, 1:].clamp(0, VOCAB_SIZE - 1))
+        assert found.is_contiguous()
         assert found.data_ptr() != tokens.data_ptr()
 
 
