@@ -10,7 +10,9 @@ import numpy as np
 
 from specplug.speculative.choice.acceptance import SELDOM, Acceptance
 from specplug.speculative.choice.best_plan import (
+    BEST,
     MARGIN,
+    NOTHING_PAYS,
     Costs,
     Plan,
     best_plan,
@@ -20,6 +22,7 @@ from specplug.speculative.choice.best_plan import (
 from specplug.speculative.choice.catch_ups import CatchUps
 from specplug.speculative.choice.compiled_plans import CompiledPlans
 from specplug.speculative.choice.one_request import CostsOfOne, best_of_one, tried_of_one
+from specplug.speculative.choice.promises import Promises
 from specplug.speculative.choice.step_cost import StepCosts, StepWork
 from specplug.speculative.choice.trials import (
     FRESH,
@@ -68,6 +71,7 @@ class StepOutcome:
             estimated.
         caught_up: the algorithms that were fed what several steps had committed, so that the step
             took longer than it does if they draft again.
+        plan: of the step; None: it had none, or it is not told.
     """
 
     request_ids: Sequence[str]
@@ -80,6 +84,7 @@ class StepOutcome:
     draft_seconds: float | None = None
     known: Collection[int] = ()
     caught_up: Collection[int] = ()
+    plan: Plan | None = None
 
 
 class DraftPolicy:
@@ -103,6 +108,7 @@ class DraftPolicy:
         self._trials = Trials()
         self._was_best = False  # whether the last plan was no trial
         self._catch_ups = CatchUps(algorithms)
+        self._promises = Promises()
         self._compiled = compiled
         self._rows: dict[str, int] = {}
         self._free: list[int] = []
@@ -244,7 +250,7 @@ class DraftPolicy:
             rows, survival, costs: of the step.
             rate: as in ``best_plan``.
         """
-        plan = best_plan(survival, costs, rate)
+        plan = self._likeliest(best_plan(survival, costs, rate), survival, costs, rate)
         steps = self._step - self._compared
         if steps < _COMPARED or (costs.drafters == self.costs.drafters).all():
             return plan
@@ -261,6 +267,25 @@ class DraftPolicy:
         if self._catch_ups.are_due(rows, other.who, self._step, lost=lost, most=most):
             return other
         return plan
+
+    def _likeliest(self, plan: Plan, survival: Array, costs: Costs, rate: float) -> Plan:
+        """Return the plan of which most is likely to come: the one that promises most, or one by
+        which one algorithm alone drafts, or none does, where such plans keep more.
+
+        Args:
+            plan: the one that promises most.
+            survival, costs, rate: of the step, as in ``best_plan``.
+        """
+        if not plan.drafts or self._promises.share(plan) >= 1.0:
+            return plan
+        plans = [plan]
+        for a in range(survival.shape[1]):
+            alone = np.zeros_like(survival)
+            alone[:, a] = survival[:, a]
+            plans.append(best_plan(alone, costs, rate))
+        best = max(plans, key=self._promises.rate)
+        plain = plain_plan(len(survival), costs)
+        return best if self._promises.rate(best) > MARGIN * plain.rate else plain
 
     def _plan_one(
         self,
@@ -407,6 +432,9 @@ class DraftPolicy:
             row, who, asked, accepted = columns
             self.acceptance.observe(row, who, asked, accepted)
             self._heard[row, who] = self._step
+        if outcome.plan is not None and outcome.plan.reason in (BEST, NOTHING_PAYS):
+            size, seconds = len(rows), outcome.seconds if self.costs.is_measured else None
+            self._promises.learn(outcome.plan, size, size + sum(outcome.accepted), seconds)
         work = self.work_of(outcome)
         for a, (wanted, made) in enumerate(zip(work.asked, work.nodes, strict=True)):
             if wanted:

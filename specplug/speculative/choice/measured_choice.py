@@ -151,11 +151,11 @@ class MeasuredChoice:
         self._launched.append(launched)
         early = {a: rows for a, rows in known.items() if not foreseen[a].is_current}
         who, depths = _with_stand_by(plan, self._room.depths, early)
-        drafting, most_nodes = tuple(who.tolist()), tuple((1 + depths).tolist())
+        most_nodes = tuple((1 + depths).tolist())
         told = DraftPlan(
-            who=drafting,
+            who=tuple(who.tolist()),
             most_nodes=most_nodes,
-            verify_budget=self._budget(choices, drafting, most_nodes),
+            verify_budget=self._budget(choices, most_nodes),
             reason=plan.reason,
             expected_tokens=plan.tokens,
             expected_seconds=plan.seconds if policy.costs.is_measured else None,
@@ -163,16 +163,14 @@ class MeasuredChoice:
         self._kept = KeptPlan.of(plan, told, launched, self._room, known)
         return told
 
-    def _budget(
-        self, choices: DraftChoices, who: Sequence[int], most_nodes: Sequence[int]
-    ) -> int | None:
-        """Return the rows of the largest recorded pass, where a step may get more but is not
-        expected to: what an algorithm drafts is not known before. One with more takes a device
-        twice as long, since it is launched kernel by kernel."""
-        if self._on_cpu or not choices.takes_budget or sum(most_nodes) <= MOST_ROWS:
-            return None
+    def _budget(self, choices: DraftChoices, most_nodes: Sequence[int]) -> int | None:
+        """Return the rows of the largest recorded pass, where text that is looked up may give more:
+        how much is not known before. A pass with more takes a device twice as long, since it is
+        launched kernel by kernel."""
         assert self._policy is not None
-        return MOST_ROWS if self._policy.rows(who, most_nodes) <= MOST_ROWS else None
+        if not (self._policy.costs.waiting and choices.takes_budget):
+            return None
+        return MOST_ROWS if len(most_nodes) <= MOST_ROWS < sum(most_nodes) else None
 
     @hookimpl
     def on_step(self, report: StepReport) -> None:
@@ -201,6 +199,7 @@ class MeasuredChoice:
             draft_seconds=self._draft_seconds(report),
             known=launched.known,
             caught_up=[self._places[each] for each in report.caught_up if each in self._places],
+            plan=launched.plan,
         )
         self.taken.add(outcome, sum(report.accept_lens))
         if self._kept is not None and not self._kept.still_holds(launched, outcome):

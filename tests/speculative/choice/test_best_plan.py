@@ -13,7 +13,7 @@ from specplug.kernels.kernel_table import kernels_mode
 from specplug.speculative.choice.best_plan import Costs, Plan, best_plan, load_plans, planned
 from specplug.speculative.choice.compiled_plans import MOST_ALGORITHMS, CompiledPlans
 from specplug.speculative.choice.one_request import CostsOfOne, best_of_one
-from specplug.speculative.choice.step_cost import CPU_COSTS, StepCosts
+from specplug.speculative.choice.step_cost import CPU_COSTS, GPU_COSTS, StepCosts
 
 Compiled = CompiledPlans | None
 
@@ -197,3 +197,13 @@ def test_best_of_one_request_is_the_best_of_all(curve: str) -> None:
         assert (found.who.tolist(), found.depths.tolist()) == ([who], [depth + 1])
         assert found.rate == pytest.approx(max(rates))
     assert drafted > 10
+
+
+def test_passes_of_more_rows_than_are_recorded_take_longer_where_text_is_looked_up() -> None:
+    """Its drafts are of any widths: no pass of equal ones stands in for theirs."""
+    model, text = (
+        Costs.of(StepCosts(1, GPU_COSTS, padded=True, waiting=w), 256, 0.0, 1280, np.ones(1)).curve
+        for w in ((), (0,))
+    )
+    assert (text[:1025] == model[:1025]).all()
+    assert (text[1025:] > 1.5 * model[1025:]).all()
