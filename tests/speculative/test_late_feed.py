@@ -191,6 +191,51 @@ def test_first_prompts_of_a_run_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> 
     assert not added
 
 
+def record_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record the passes of draft models, here as operations that are replayed."""
+
+    def recorded(self: EngineRuntime, forward: Any) -> GraphRunner:
+        padding = BatchPadding(length=lambda: self._kv.key_length)
+        return GraphRunner(forward, padding, GraphRecorder())
+
+    monkeypatch.setattr(EngineRuntime, "draft_pass", recorded)
+    monkeypatch.setattr(graph_recorder, "record_graph", record_operations)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+
+
+@pytest.mark.parametrize("keys", [1 << 18, 300, 0])
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [
+        ("EAGLE3", {}),
+        ("EAGLE3", {"chunked_prefill_size": 8, "page_size": 4}),
+        ("EAGLE", {"chunked_prefill_size": 8, "enable_mixed_chunk": True}),
+    ],
+)
+def test_prompts_read_as_requests_give_the_same_drafts(
+    algorithm: str, settings: dict[str, Any], keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row by row where passes are recorded, unless the rows have many keys before them."""
+    read: list[int] = []
+
+    def counted(batch: Batch, output: CommittedOutput, most: int) -> Any:
+        ends = zip(batch.chunk_widths, batch.chunk_ends, strict=True)
+        read.append(sum(width * end for width, end in ends))
+        return single_rows(batch, output, most)
+
+    monkeypatch.setattr("specplug.debug.DEBUG", True)
+    monkeypatch.setattr(feature_drafter, "single_rows", counted)
+    monkeypatch.setattr(feature_drafter, "_MOST_KEYS", keys)
+    joined, tokens = drafts(algorithm, **settings)
+    assert not read
+    record_drafts(monkeypatch)
+    single, expected = drafts(algorithm, **settings)
+    assert tokens == expected
+    assert joined.drafts == single.drafts
+    assert bool(read) == (keys > 300 or (keys > 0 and "chunked_prefill_size" in settings))
+    assert max(read, default=0) <= keys
+
+
 @pytest.mark.parametrize("most", [5, 256])
 @pytest.mark.parametrize(
     ("algorithm", "settings"),
@@ -213,18 +258,12 @@ def test_rows_read_as_requests_give_the_same_drafts(
             read[single.size] += 1
             yield single, rows
 
-    def recorded(self: EngineRuntime, forward: Any) -> GraphRunner:
-        padding = BatchPadding(length=lambda: self._kv.key_length)
-        return GraphRunner(forward, padding, GraphRecorder())
-
     monkeypatch.setattr("specplug.debug.DEBUG", True)
     monkeypatch.setattr(feature_drafter, "single_rows", counted)
     monkeypatch.setattr(feature_drafter, "_SINGLE_ROWS", most)
     joined, tokens = drafts(algorithm, **settings)
     assert not read
-    monkeypatch.setattr(EngineRuntime, "draft_pass", recorded)
-    monkeypatch.setattr(graph_recorder, "record_graph", record_operations)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    record_drafts(monkeypatch)
     single, expected = drafts(algorithm, **settings)
     assert tokens == expected
     assert joined.drafts == single.drafts
