@@ -276,15 +276,16 @@ class DraftPolicy:
             plan: the one that promises most.
             survival, costs, rate: of the step, as in ``best_plan``.
         """
-        if not plan.drafts or self._promises.share(plan) >= 1.0:
+        share, plain = self._promises.share(plan), plain_plan(len(survival), costs)
+        if not plan.drafts or share >= 1.0:
             return plan
         plans = [plan]
         for a in range(survival.shape[1]):
-            alone = np.zeros_like(survival)
-            alone[:, a] = survival[:, a]
-            plans.append(best_plan(alone, costs, rate))
+            if self._promises.share_of(a) > share:  # others promise less and keep no more
+                alone = np.zeros_like(survival)
+                alone[:, a] = survival[:, a]
+                plans.append(best_plan(alone, costs, rate))
         best = max(plans, key=self._promises.rate)
-        plain = plain_plan(len(survival), costs)
         return best if self._promises.rate(best) > MARGIN * plain.rate else plain
 
     def _plan_one(

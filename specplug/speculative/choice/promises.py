@@ -32,6 +32,10 @@ class Promises:
         """Return what is likely to come of a plan, as a share of what it promises."""
         return self._shares.get(_drafting(plan), 1.0)
 
+    def share_of(self, algorithm: int) -> float:
+        """Return the same of plans in which one algorithm drafts alone."""
+        return self._shares.get(algorithm, 1.0)
+
     def rate(self, plan: Plan) -> float:
         """Return the tokens a second that are likely to come of a plan."""
         return plan.rate * self.share(plan)
