@@ -199,7 +199,7 @@ def test_best_of_one_request_is_the_best_of_all(curve: str) -> None:
     assert drafted > 10
 
 
-def test_passes_of_more_rows_than_are_recorded_take_longer_where_text_is_looked_up() -> None:
+def test_unrecorded_passes_take_longer_where_text_is_looked_up() -> None:
     """Its drafts are of any widths: no pass of equal ones stands in for theirs."""
     model, text = (
         Costs.of(StepCosts(1, GPU_COSTS, padded=True, waiting=w), 256, 0.0, 1280, np.ones(1)).curve
