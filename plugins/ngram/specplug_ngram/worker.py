@@ -38,6 +38,8 @@ Forced = Sequence[ForcedTokens | None]
 
 LEAST_FORESEEN = 0.02
 """The probability that a node exceeds which is told before anything is drafted."""
+_ALIGNMENT = 16
+"""Bytes: of tensors that begin elsewhere Triton would compile its kernels anew."""
 
 
 @attrs.define(eq=False)
@@ -55,10 +57,6 @@ class RequestState:
     drafted: Any
     prompt_read: int = 0
     observed: int = 0
-
-
-_ALIGNMENT = 16
-"""Bytes: of tensors that begin elsewhere Triton would compile its kernels anew."""
 
 
 @attrs.frozen(eq=False)
