@@ -242,8 +242,8 @@ BREAKS = (
     Break(
         "draft-out-of-vocabulary",
         "specplug/speculative/draft.py",
-        "self.tokens[:, 1:].clamp(0, vocab_size - 1)",
-        "self.tokens[:, 1:]",
+        "self.tokens.clamp(0, vocab_size - 1)",
+        "self.tokens.clone()",
         ("tests/speculative/test_draft.py", "tests/engine/test_hostile_drafter.py"),
     ),
     # Text and grammars
