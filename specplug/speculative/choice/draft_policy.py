@@ -276,7 +276,7 @@ class DraftPolicy:
             plan: the one that promises most.
             survival, costs, rate: of the step, as in ``best_plan``.
         """
-        share, plain = self._promises.share(plan), plain_plan(len(survival), costs)
+        share = self._promises.share(plan)
         if not plan.drafts or share >= 1.0:
             return plan
         plans = [plan]
@@ -285,7 +285,7 @@ class DraftPolicy:
                 alone = np.zeros_like(survival)
                 alone[:, a] = survival[:, a]
                 plans.append(best_plan(alone, costs, rate))
-        best = max(plans, key=self._promises.rate)
+        best, plain = max(plans, key=self._promises.rate), plain_plan(len(survival), costs)
         return best if self._promises.rate(best) > MARGIN * plain.rate else plain
 
     def _plan_one(
