@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
@@ -191,16 +191,32 @@ def test_first_prompts_of_a_run_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> 
     assert not added
 
 
-def record_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Record the passes of draft models, here as operations that are replayed."""
+def assert_recorded_drafts_are_the_same(
+    algorithm: str,
+    settings: dict[str, Any],
+    read: Collection[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Assert that drafts are, and tokens, where the passes of draft models are recorded, here as
+    operations that are replayed.
+
+    Args:
+        read: counts what is read row by row: nothing where no pass is recorded.
+    """
 
     def recorded(self: EngineRuntime, forward: Any) -> GraphRunner:
         padding = BatchPadding(length=lambda: self._kv.key_length)
         return GraphRunner(forward, padding, GraphRecorder())
 
+    monkeypatch.setattr("specplug.debug.DEBUG", True)
+    joined, tokens = drafts(algorithm, **settings)
+    assert not read
     monkeypatch.setattr(EngineRuntime, "draft_pass", recorded)
     monkeypatch.setattr(graph_recorder, "record_graph", record_operations)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    single, expected = drafts(algorithm, **settings)
+    assert tokens == expected
+    assert joined.drafts == single.drafts
 
 
 @pytest.mark.parametrize("keys", [1 << 18, 300, 0])
@@ -223,15 +239,9 @@ def test_prompts_read_as_requests_give_the_same_drafts(
         read.append(sum(width * end for width, end in ends))
         return single_rows(batch, output, most)
 
-    monkeypatch.setattr("specplug.debug.DEBUG", True)
     monkeypatch.setattr(feature_drafter, "single_rows", counted)
     monkeypatch.setattr(feature_drafter, "_MOST_KEYS", keys)
-    joined, tokens = drafts(algorithm, **settings)
-    assert not read
-    record_drafts(monkeypatch)
-    single, expected = drafts(algorithm, **settings)
-    assert tokens == expected
-    assert joined.drafts == single.drafts
+    assert_recorded_drafts_are_the_same(algorithm, settings, read, monkeypatch)
     assert bool(read) == (keys > 300 or (keys > 0 and "chunked_prefill_size" in settings))
     assert max(read, default=0) <= keys
 
@@ -258,15 +268,9 @@ def test_rows_read_as_requests_give_the_same_drafts(
             read[single.size] += 1
             yield single, rows
 
-    monkeypatch.setattr("specplug.debug.DEBUG", True)
     monkeypatch.setattr(feature_drafter, "single_rows", counted)
     monkeypatch.setattr(feature_drafter, "_SINGLE_ROWS", most)
-    joined, tokens = drafts(algorithm, **settings)
-    assert not read
-    record_drafts(monkeypatch)
-    single, expected = drafts(algorithm, **settings)
-    assert tokens == expected
-    assert joined.drafts == single.drafts
+    assert_recorded_drafts_are_the_same(algorithm, settings, read, monkeypatch)
     assert sum(size * count for size, count in read.items()) > 30
     assert (max(read) > 5) == (most > 5)
 

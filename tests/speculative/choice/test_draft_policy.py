@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-from draft_simulator import Machine, Run, best_fixed, plain, simulate, survival
+from draft_simulator import Machine, Run, best_fixed, outcome_of, plain, simulate, survival
 
 from specplug.speculative.choice.draft_policy import DraftPolicy, StepOutcome
 from specplug.speculative.choice.step_cost import CPU_COSTS, GPU_COSTS, StepCosts
@@ -241,17 +241,8 @@ def test_drafting_that_seemed_dear_is_tried_again(bs: int) -> None:
         plan = policy.plan(ids, most)
         drafts.append(plan.drafts)
         draft = plan.drafts * (0.1 if step < 60 else 0.002)
-        policy.observe(
-            StepOutcome(
-                request_ids=ids,
-                who=plan.who,
-                asked=plan.depths,
-                nodes=plan.depths,
-                accepted=plan.depths,
-                seconds=0.01 + draft,
-                draft_seconds=draft or None,
-            )
-        )
+        times = {"seconds": 0.01 + draft, "draft_seconds": draft or None}
+        policy.observe(outcome_of(plan, ids, plan.depths, **times))
     assert not any(drafts[60:80])
     assert all(drafts[-100:])
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from draft_simulator import outcome_of
 
 from specplug.speculative.choice.best_plan import BEST, Plan
-from specplug.speculative.choice.draft_policy import DraftPolicy, StepOutcome
+from specplug.speculative.choice.draft_policy import DraftPolicy
 from specplug.speculative.choice.promises import Promises
 from specplug.speculative.choice.step_cost import GPU_COSTS, StepCosts
 
@@ -88,17 +89,7 @@ def test_plan_that_keeps_less_gives_way_to_one_that_keeps_more(share: float) -> 
         both.append(is_both)
         came = plan.tokens * (share if is_both and plan.reason == BEST else 1.0) - size
         accepted = [round(came * (n + 1) / size) - round(came * n / size) for n in range(size)]
-        policy.observe(
-            StepOutcome(
-                request_ids=ids,
-                who=plan.who,
-                asked=plan.depths,
-                nodes=plan.depths,
-                accepted=accepted,
-                known=(0, 1),
-                plan=plan,
-            )
-        )
+        policy.observe(outcome_of(plan, ids, accepted, known=(0, 1)))
     assert both[0]
     often = np.mean(both[40:])
     assert often > 0.9 if share == 1.0 else often < 0.5
