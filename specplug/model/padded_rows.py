@@ -79,6 +79,9 @@ class FormInputs:
         self._index = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         self._known = torch.zeros(sum(sizes), dtype=torch.int64)
         self._known_parts = [part.numpy() for part in torch.split(self._known, sizes)]
+        if form.prefill is not None:
+            nodes = np.arange(form.prefill.rows, form.rows)
+            self._known_parts[-1][form.prefill.bs :] = nodes
         places = list(torch.split(self._index, sizes))
         # The last row of each chunk and all nodes; 0, all rows, if there are no chunks.
         self._logits_rows: Tensor | int = 0 if form.prefill is None else places.pop()
@@ -115,10 +118,9 @@ class FormInputs:
         if form.prefill is not None:
             widths = self._parts[0].widths
             assert widths is not None, "the host knows the widths of chunks"
-            ends = self._known_parts[-1]
+            ends = self._known_parts[-1][: form.prefill.bs]
             ends[: len(widths)] = np.cumsum(widths) - 1
-            ends[len(widths) : form.prefill.bs] = 0
-            ends[form.prefill.bs :] = np.arange(form.prefill.rows, form.rows)
+            ends[len(widths) :] = 0
 
     def arguments(self, given: GivenParts) -> tuple[Any, ...]:
         """Return the arguments of the pass."""

@@ -172,14 +172,14 @@ class GraphRunner(PassRunner):
         """Run the pass, replayed if it is recorded, and return its result."""
         self._last = None
         given = None if self.recorder.failure is not None else self.pad(*arguments)
-        known = None if given is None else self._known.get(given.bucket)
-        is_first = known is None
         if given is None:
             return self._forward(*arguments)
-        if known is None and not self.takes(given.bucket):
-            self._warn_full()
-            return self._forward(*arguments)
+        known = self._known.get(given.bucket)
+        is_first = known is None
         if known is None:
+            if not self.takes(given.bucket):
+                self._warn_full()
+                return self._forward(*arguments)
             known = self._known[given.bucket] = _Bucket(given.inputs())
         known.inputs.fill(given)
         recorded = known.recorded

@@ -225,8 +225,7 @@ class NgramWorker:
         """
         self._read += 1
         read = [self.requests.get(each) for each in request_ids]
-        drafted = [None if each is None else each.drafted for each in read]
-        self._drafter.observe(drafted, tokens, counts)
+        self._drafter.observe(_drafted_of(read), tokens, counts)
         for request, count in zip(read, counts.tolist(), strict=True):
             if request is not None:
                 request.observed += count
@@ -383,8 +382,11 @@ class NgramWorker:
 
     def _drafted(self, request_ids: Sequence[str]) -> list[Any]:
         """Return the drafter's state of each request; None for one that has ended."""
-        found = map(self.requests.get, request_ids)
-        return [None if request is None else request.drafted for request in found]
+        return _drafted_of(map(self.requests.get, request_ids))
+
+
+def _drafted_of(requests: Iterable[RequestState | None]) -> list[Any]:
+    return [None if request is None else request.drafted for request in requests]
 
 
 def owner_of(view: RequestView, scope: str) -> Hashable:

@@ -165,23 +165,15 @@ class DraftPolicy:
         self._feed(np.array(who), follows=True)
         self._earned(plan)
 
-    def rows(self, who: Sequence[int], most_nodes: Sequence[int]) -> int:
-        """Return the rows that the target's pass is expected to have.
+    def target_seconds(self, who: Sequence[int], most_nodes: Sequence[int]) -> float:
+        """Return the expected seconds of the target's pass, but for what the context takes.
 
         Args:
             who, most_nodes: [n] each, as in ``DraftPlan``.
         """
         filled = [*self._filled, 0.0]  # the last one of -1, nobody
         nodes = sum([filled[a] * (most - 1) for a, most in zip(who, most_nodes, strict=True)])
-        return len(who) + math.ceil(nodes)
-
-    def target_seconds(self, who: Sequence[int], most_nodes: Sequence[int]) -> float:
-        """Return the expected seconds of the target's pass, but for what the context takes.
-
-        Args:
-            who, most_nodes: as in ``rows``.
-        """
-        return self.costs.target_seconds(len(who), self.rows(who, most_nodes))
+        return self.costs.target_seconds(len(who), len(who) + math.ceil(nodes))
 
     def _feed(self, who: Array, *, follows: bool) -> None:
         """Note what drafts for each request of the step, and if it ``follows`` one of another best

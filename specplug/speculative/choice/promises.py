@@ -30,7 +30,7 @@ class Promises:
 
     def share(self, plan: Plan) -> float:
         """Return what is likely to come of a plan, as a share of what it promises."""
-        return self._shares.get(_drafting(plan), 1.0)
+        return self.share_of(_drafting(plan))
 
     def share_of(self, algorithm: int) -> float:
         """Return the same of plans in which one algorithm drafts alone."""
@@ -58,7 +58,7 @@ class Promises:
         if seconds:
             came *= plan.seconds / seconds
         came = min(max(came, _LEAST_OF_ONE), _MOST_OF_ONE)
-        share = self._shares.get(own, 1.0)
+        share = self.share_of(own)
         share += _SHARE_OF_ONE * min(1.0, size / _MANY) * (came - share)
         self._shares[own] = min(max(share, _LEAST), _MOST)
 
