@@ -1,8 +1,8 @@
 """Which form a pass is padded to: its own or, as long as that seldom comes, a larger recorded one.
 
 The first pass of a form runs kernel by kernel, the second is recorded: with a large model the two
-take as long as ten passes, while some more rows take it a tenth longer. A pass that has some counts
-as cold, if its form is to be recorded: it is not what later ones take.
+take as long as ten passes and more, while some more rows take it a twentieth longer. So what passes
+lose in larger forms is added up, and a form is recorded when that would have paid for it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from functools import lru_cache
 from specplug.model.pass_form import PassForm, PassSize
 from specplug.speculative.graph_runner import GraphRunner
 
-_SELDOM = 16
-"""Passes of a form that are padded to one of more rows, before it is recorded."""
-_ALIKE = 1 / 8
-"""How much a pass counts among these that is padded to a form of as many rows: it takes about as
-long there."""
-_MORE_PLACES = 8192
-"""How many more places in tiles a form has that takes longer although it has as many rows: so many
-cost an H200 a millisecond with an 8B target. A prefill of 8 prompts, 512 rows, took 26 ms in the
+_RECORDING = 10
+"""How many passes the first two of a form take as long as: 30 and 50 ms, where a prefill of few
+rows takes 5 (8B, H200)."""
+_LIGHT_ROWS = 256
+"""How many rows take a pass about as long as that the weights are read: it takes an H200 5 ms for a
+row, 6.3 for 128, 8 for 192."""
+_LONG_PLACES = 40_000
+"""How many places in tiles take it as long. A prefill of 8 prompts, 512 rows, took 26 ms in the
 form of 256 prompts, with 131,072 places, 12 in its own."""
+_FELT = 1 / 20
+"""The least share of its time that a pass loses in a larger form for which it counts as cold, if
+its own is to be recorded: later ones do not take as long."""
 _MORE_ROWS = 1.5
 """How many times as many rows that one has at most: a pass of more takes longer, each time."""
 _CHEAP_ROWS = 64
@@ -46,7 +49,7 @@ class RecordedForms:
         self._runner = runner
         # Each step asks for one.
         self._form_of = lru_cache(maxsize=4096)(lambda size: PassForm.of([size]))
-        self._asked: defaultdict[PassForm, float] = defaultdict(float)
+        self._lost: defaultdict[PassForm, float] = defaultdict(float)  # by each form, in passes
 
     def of(self, sizes: Sequence[PassSize]) -> PassForm | None:
         """Return the form that has room for each of these passes; None: they are not padded."""
@@ -59,11 +62,13 @@ class RecordedForms:
         larger = self._larger(own, sizes)
         if larger is None:
             return own if is_taken else None
-        has_more = larger.rows > own.rows or larger.tiled > own.tiled + _MORE_PLACES
-        self._asked[own] += 1 if has_more else _ALIKE
-        if is_taken and self._asked[own] > _SELDOM:
+        if not is_taken:
+            return larger
+        if self._lost[own] > _RECORDING:
             return own
-        self._runner.num_cold += has_more and is_taken
+        lost = _loss(own, larger)
+        self._lost[own] += lost
+        self._runner.num_cold += lost > _FELT
         return larger
 
     def of_fewer_rows(self, size: PassSize, rows: int) -> PassForm | None:
@@ -83,3 +88,10 @@ class RecordedForms:
             if isinstance(form, PassForm) and form.rows <= most and form.holds(own, sizes)
         )
         return min(found, key=lambda form: (form.rows, form.places), default=None)
+
+
+def _loss(own: PassForm, larger: PassForm) -> float:
+    """Return how much longer a pass takes in a larger form, about, as a share of its time."""
+    rows = larger.rows - own.rows
+    places = max(larger.tiled - own.tiled, 0)
+    return (rows / _LIGHT_ROWS + places / _LONG_PLACES) / (1 + own.rows / _LIGHT_ROWS)
