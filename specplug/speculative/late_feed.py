@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import accumulate, chain, takewhile
 
 import attrs
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,6 +74,36 @@ class _Step:
         """The rows that wait and count; 0 if the host does not know."""
         lens = self.lens
         return 0 if lens is None else sum([lens[place] for place in self.places.values()])
+
+
+@attrs.define(eq=False)
+class _Rows:
+    """Rows that steps have for requests, of k pairs of both, [k] int64 each.
+
+    Attributes:
+        requests: of each pair, numbered.
+        firsts: its first row, among those of all steps one after the other.
+        seq_lens: the place of its committed length before that step, among those of all steps.
+        lens: how many rows it has.
+    """
+
+    requests: np.ndarray
+    firsts: np.ndarray
+    seq_lens: np.ndarray
+    lens: np.ndarray
+
+    def by_request(self) -> _Rows:
+        """Return them in the order of requests, and for each in that of steps."""
+        order = np.argsort(self.requests, kind="stable")
+        every = self.requests, self.firsts, self.seq_lens, self.lens
+        return _Rows(*(each[order] for each in every))
+
+    @property
+    def index(self) -> np.ndarray:
+        """[R] int64, the rows, in the order of the pairs."""
+        before = self.lens.cumsum() - self.lens
+        index: np.ndarray = (self.firsts - before).repeat(self.lens) + np.arange(self.lens.sum())
+        return index
 
 
 class LateFeed:
@@ -142,7 +173,7 @@ class LateFeed:
             told, step = self._untold.popleft()
             if told != ids:
                 continue  # it was lost
-            if step is not None:
+            if step is not None and step.lens is None:
                 for each, place in step.places.items():
                     self._count_off(each, step.widths[place] - accept_lens[place])
                 step.lens = accept_lens
@@ -243,19 +274,45 @@ class LateFeed:
         takes no longer for it."""
         if not steps:
             return
-        rows: dict[str, list[tuple[int, int]]] = {each: [] for each in places}
-        for number, step in enumerate(steps):
-            for each in step.places.keys() & places.keys():
-                place = step.places.pop(each)
-                rows[each].append((number, place))
-                self._count_off(each, (step.lens or step.widths)[place])
-        wanted = [each for each, own in rows.items() if own]
-        part = _part(batch, [places[each] for each in wanted])
+        taken = self._take_rows(steps, places)
+        those, taken.requests = np.unique(taken.requests, return_inverse=True)
+        every = list(places.values())
+        part = _part(batch, [every[each] for each in those.tolist()])
         if len(steps) == 1 and not (steps[0].begins or is_known):
-            yield _path(part, steps[0], [rows[each][0][1] for each in wanted])
+            yield _path(part, steps[0], taken.seq_lens.tolist())
         else:
             self.has_caught_up |= not is_known
-            yield _chunk(part, steps, [rows[each] for each in wanted])
+            yield _chunk(part, steps, taken)
+
+    def _take_rows(self, steps: Sequence[_Step], places: dict[str, int]) -> _Rows:
+        """Return the rows that steps have for requests, which wait no more.
+
+        Args:
+            places: has the requests.
+        """
+        order = {each: request for request, each in enumerate(places)}
+        found = []
+        first = first_request = 0
+        for step in steps:
+            own = step.places
+            if own.keys() <= order.keys():
+                step.places = {}
+            else:
+                own = {each: own[each] for each in own if each in order}
+                step.places = {e: place for e, place in step.places.items() if e not in order}
+            at = np.array(list(own.values()), dtype=np.int64)
+            requests = np.array([order[each] for each in own], dtype=np.int64)
+            lens = np.array(step.lens or step.widths, dtype=np.int64)[at]
+            firsts = np.array(step.firsts, dtype=np.int64)[at] + first
+            found.append((requests, firsts, at + first_request, lens))
+            first += len(step.output.next_tokens)
+            first_request += len(step.request_ids)
+        rows = _Rows(*map(np.concatenate, zip(*found, strict=True)))
+        counts = np.bincount(rows.requests, rows.lens).astype(np.int64).tolist()
+        for each, columns in zip(order, counts, strict=False):
+            if columns:
+                self._count_off(each, columns)
+        return rows
 
     def _count_off(self, request_id: str, columns: int) -> None:
         left = self._rows[request_id] - columns
@@ -294,8 +351,12 @@ def stand_ins(
             return
         alike = [width - place % 2 for place in range(bs)]
         for widths in (alike, [width] + [1] * (bs - 1))[: 1 if width == 2 or bs == 1 else 2]:
-            own = [[(n, place) for n in range(rows)] for place, rows in enumerate(widths)]
-            chunk, joined = _chunk(batch, [step] * width, own)
+            requests = np.arange(bs).repeat(widths)
+            numbers = np.concatenate([np.arange(each) for each in widths])
+            seq_lens = numbers * bs + requests
+            firsts = numbers * len(step.output.next_tokens) + requests * step.widths[0]
+            rows = _Rows(requests, firsts, seq_lens, np.ones_like(requests))
+            chunk, joined = _chunk(batch, [step] * width, rows)
             chunk.is_warm_up = batch.is_warm_up
             yield chunk, joined
 
@@ -397,36 +458,20 @@ def _path(batch: Batch, step: _Step, places: Sequence[int]) -> tuple[Batch, Comm
     )
 
 
-def _chunk(
-    batch: Batch, steps: Sequence[_Step], rows: Sequence[Sequence[tuple[int, int]]]
-) -> tuple[Batch, CommittedOutput]:
+def _chunk(batch: Batch, steps: Sequence[_Step], rows: _Rows) -> tuple[Batch, CommittedOutput]:
     """Return what several steps have for requests, whose accepted lengths are known.
 
     Args:
-        rows: for each request its steps, by number, and its place in each.
+        rows: of each request of the batch, some.
     """
-    firsts = [0, *accumulate(len(step.output.next_tokens) for step in steps)]
-    first_requests = [0, *accumulate(len(step.request_ids) for step in steps)]
-    index: list[int] = []
-    widths: list[int] = []
-    for own in rows:
-        before = len(index)
-        for number, place in own:
-            step = steps[number]
-            assert step.lens is not None
-            first = firsts[number] + step.firsts[place]
-            index += range(first, first + step.lens[place])
-        widths.append(len(index) - before)
+    rows = rows.by_request()
+    widths = np.bincount(rows.requests, rows.lens).astype(np.int64)
     device = batch.req_indices.device
-    picked = upload(index, device)
-    last_rows, accept_lens, begins = upload(
-        [
-            [end - 1 for end in accumulate(widths)],
-            widths,
-            [first_requests[own[0][0]] + own[0][1] for own in rows],
-        ],
-        device,
-    )
+    picked = upload(rows.index, device)
+    begun = rows.seq_lens[np.searchsorted(rows.requests, np.arange(len(widths)))]
+    last_rows, accept_lens, begins = upload(np.stack([widths.cumsum() - 1, widths, begun]), device)
+    ends = np.cumsum([len(step.request_ids) for step in steps])
+    firsts = [steps[number] for number in np.searchsorted(ends, begun, side="right")]
     outputs = [step.output for step in steps]
     next_tokens = torch.cat([output.next_tokens for output in outputs])[picked]
     own_batch = Batch(
@@ -434,8 +479,8 @@ def _chunk(
         requests=batch.requests,
         req_indices=batch.req_indices.clone(),
         seq_lens=torch.cat([step.seq_lens for step in steps])[begins],
-        chunk_widths=tuple(widths),
-        first_chunk=tuple(steps[own[0][0]].begins for own in rows),
+        chunk_widths=tuple(widths.tolist()),
+        first_chunk=tuple(step.begins for step in firsts),
         last_chunk=(True,) * len(widths),
         greedy=batch.greedy,
     )
