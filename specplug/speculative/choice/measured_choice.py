@@ -59,6 +59,7 @@ class MeasuredChoice:
         self._places: dict[str, int] = {}
         self._room: Room | None = None
         self._kept: KeptPlan | None = None
+        self._idle = 0  # plans in a row without drafts
         self._launched: deque[LaunchedStep] = deque(maxlen=_MOST_LAUNCHED)
         self._on_cpu = True
         self._ranks: RankCosts | None = None
@@ -114,13 +115,12 @@ class MeasuredChoice:
             return None
         ids = _ids(batch)
         told = kept.of_step(ids, choices, policy)
-        return None if told is None else self._keep(kept, ids, batch, kept.launched.known, told)
+        return None if told is None else self._keep(kept, ids, kept.launched.known, told)
 
     def _keep(
         self,
         kept: KeptPlan,
         ids: tuple[str, ...],
-        batch: Batch,
         known: Collection[int],
         told: DraftPlan,
     ) -> DraftPlan:
@@ -129,7 +129,7 @@ class MeasuredChoice:
         policy = self._policy
         assert policy is not None
         policy.keep(ids, kept.plan, told.who)
-        self._launched.append(LaunchedStep(ids, _context(batch), known, kept.plan))
+        self._launched.append(LaunchedStep(ids, kept.launched.context, known, kept.plan))
         return told
 
     @hookimpl
@@ -145,7 +145,7 @@ class MeasuredChoice:
             self._room = Room.of(choices)
         kept = self._kept
         if kept is not None and kept.is_of_one(ids, self._room, known):
-            return self._keep(kept, ids, batch, tuple(known), kept.told)
+            return self._keep(kept, ids, tuple(known), kept.told)
         plan = policy.plan(ids, self._room.depths, context, known)
         launched = LaunchedStep(ids, context, tuple(known), plan)
         self._launched.append(launched)
@@ -160,7 +160,10 @@ class MeasuredChoice:
             expected_tokens=plan.tokens,
             expected_seconds=plan.seconds if policy.costs.is_measured else None,
         )
-        self._kept = KeptPlan.of(plan, told, launched, self._room, known)
+        if plan.drafts:
+            self._idle = 0
+        self._kept = KeptPlan.of(plan, told, launched, self._room, known, self._idle)
+        self._idle += not plan.drafts
         return told
 
     def _budget(self, choices: DraftChoices, most_nodes: Sequence[int]) -> int | None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 from types import SimpleNamespace
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 import torch
 
 from specplug.kernels.kernel_table import c_declined
-from specplug.speculative.choice.best_plan import load_plans
+from specplug.speculative.choice.best_plan import NOTHING_PAYS, Plan, load_plans
 from specplug.speculative.choice.draft_policy import DraftPolicy, StepOutcome
 from specplug.speculative.choice.measured_choice import MeasuredChoice
 from specplug.speculative.draft_plan import DraftChoices, DraftPlan, DraftWish, ForeseenDrafts
@@ -176,6 +177,30 @@ def test_plan_of_several_requests_is_kept_for_some_steps() -> None:
         assert [kept(choice, names, 8) for _ in range(steps + 1)] == [plan] * steps + [None]
     planned_of_two(choice, (8,) * 3)
     assert kept(choice, "012", 8) is None  # a plan of few takes little
+
+
+@pytest.mark.parametrize(
+    ("size", "told", "steps"), [(5, False, [3, 6, 8, 8]), (16, True, [1, 2, 4, 8])]
+)
+def test_plans_without_drafts_are_kept_for_longer_and_longer(
+    size: int, told: bool, steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    who, depths = np.full(size, -1), np.zeros(size, dtype=np.int64)
+    idle = Plan(who=who, depths=depths, tokens=size, seconds=1.0, reason=NOTHING_PAYS)
+    names, choice = [str(place) for place in range(size)], MeasuredChoice(deterministic=True)
+    plan, pays = DraftPolicy.plan, False
+    monkeypatch.setattr(DraftPolicy, "plan", lambda *given: plan(*given) if pays else idle)
+
+    def steps_kept() -> int:
+        made = planned_of_two(choice, (8,) * size, nothing=() if told else range(size))
+        assert made.drafts_nothing != pays
+        return len(list(takewhile(made.__eq__, iter(lambda: kept(choice, names, 8), None))))
+
+    assert [steps_kept() for _ in steps] == steps
+    pays = True
+    assert steps_kept() == steps[0]
+    pays = False
+    assert [steps_kept() for _ in steps] == steps
 
 
 @pytest.mark.parametrize(
