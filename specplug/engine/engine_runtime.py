@@ -280,7 +280,7 @@ class EngineRuntime(RuntimeBase):
     def forced_tokens(
         self, requests: Sequence[RequestView], *, wait: bool = False
     ) -> Sequence[ForcedTokens | None]:
-        request_ids = [request.request_id for request in requests]
+        request_ids = (request.request_id for request in requests)
         return self._grammars.forced_tokens(request_ids, wait=wait)
 
     def draft_pass(self, forward: Callable[..., Any]) -> PassRunner:

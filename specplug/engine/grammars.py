@@ -3,7 +3,7 @@ have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class Grammars:
         return self._prune if self._device.type == "cpu" else None
 
     def forced_tokens(
-        self, request_ids: Sequence[str], *, wait: bool
+        self, request_ids: Iterable[str], *, wait: bool
     ) -> Sequence[ForcedTokens | None]:
         """Return what grammars force of requests of this step, as ``Runtime.forced_tokens``
         does."""

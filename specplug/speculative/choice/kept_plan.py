@@ -75,8 +75,11 @@ class Room:
         """Return that of a step."""
         nodes = np.minimum.outer(choices.most_nodes, choices.num_draft_tokens)
         allowed = np.zeros(nodes.shape, dtype=bool)
-        for place, those in enumerate(choices.allowed):
-            allowed[place, list(those)] = True
+        if len(set(choices.allowed)) == 1:
+            allowed[:, list(choices.allowed[0])] = True
+        else:
+            for place, those in enumerate(choices.allowed):
+                allowed[place, list(those)] = True
         depths: np.ndarray = np.where(allowed, np.minimum(nodes - 1, DEEPEST), 0)
         return cls(choices.allowed, choices.most_nodes, depths)
 
