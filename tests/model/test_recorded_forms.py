@@ -111,6 +111,18 @@ def test_form_of_as_many_rows_stands_in_for_ever() -> None:
     assert runner.num_cold == 0
 
 
+def test_wider_form_of_as_many_rows_stands_in_for_some_time() -> None:
+    """64 requests that are 8 wider take 512 of 6,000 places longer, 0.034 of 384 rows: so 293 lose
+    ten passes."""
+    runner = Runner()
+    forms = forms_of(runner)
+    wide, narrow = (PassSize(decode=size_of(most, *(7,) * 46)) for most in (16, 8))
+    assert own(wide).rows == own(narrow).rows
+    runner.run(own(wide), 2)
+    assert asked(forms, runner, narrow, 300) == [own(wide)] * 293 + [own(narrow)] * 7
+    assert runner.num_cold == 0
+
+
 def test_recorded_form_of_fewer_rows_takes_equal_widths() -> None:
     """34 requests of 3 nodes are padded to 48, 144 rows: their form has 128."""
     runner = Runner()
