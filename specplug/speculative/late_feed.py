@@ -285,7 +285,7 @@ class LateFeed:
             yield _chunk(part, steps, taken)
 
     def _take_rows(self, steps: Sequence[_Step], places: dict[str, int]) -> _Rows:
-        """Return the rows that steps have for requests, which wait no more.
+        """Return the rows that steps have for requests, which wait no more, in the order of both.
 
         Args:
             places: has the requests.
@@ -312,7 +312,7 @@ class LateFeed:
         for each, columns in zip(order, counts, strict=False):
             if columns:
                 self._count_off(each, columns)
-        return rows
+        return rows.by_request()
 
     def _count_off(self, request_id: str, columns: int) -> None:
         left = self._rows[request_id] - columns
@@ -462,9 +462,8 @@ def _chunk(batch: Batch, steps: Sequence[_Step], rows: _Rows) -> tuple[Batch, Co
     """Return what several steps have for requests, whose accepted lengths are known.
 
     Args:
-        rows: of each request of the batch, some.
+        rows: of each request of the batch, some, in their order.
     """
-    rows = rows.by_request()
     widths = np.bincount(rows.requests, rows.lens).astype(np.int64)
     device = batch.req_indices.device
     picked = upload(rows.index, device)

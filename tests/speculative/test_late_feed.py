@@ -406,6 +406,19 @@ def test_take_joins_steps_whose_lengths_are_known() -> None:
     assert set(late.waiting) == {"c"}
 
 
+def test_one_step_is_taken_in_the_order_of_the_batch() -> None:
+    late = LateFeed("A")
+    step(late, "abc", 2, start=5)
+    late._steps[0].seq_lens = torch.tensor([5, 6, 7])
+    ((path, output),) = late.take(batch_of("ca"))
+    assert [request.request_id for request in path.requests] == ["c", "a"]
+    assert path.req_indices.tolist() == [ord("c"), ord("a")]
+    assert path.seq_lens.tolist() == [7, 5]
+    assert not path.is_prefill
+    assert len(output.own_tokens) == 4
+    assert set(late.waiting) == {"b"}
+
+
 def test_steps_before_the_present_one_are_taken_if_known() -> None:
     late = LateFeed("A")
     step(late, "abc", 3, start=5)
