@@ -41,7 +41,8 @@ class LaunchedStep:
 
     Attributes:
         request_ids: of its requests.
-        context: committed tokens of all, as far as the host knew.
+        context: committed tokens of all, as far as the host knew; of a step that keeps to a plan as
+            when that was made.
         known: the algorithms that told what they would draft. With overlap other steps are planned
             before this one is processed.
         plan: of the step; None: there was no room.
