@@ -21,8 +21,8 @@ _KEPT = 3
 same and at least ``_SEVERAL``."""
 _SEVERAL = 4
 _IDLE = 8
-"""The same of plans without drafts, of which each is kept for twice as many steps as the one before
-it: a plan of 256 requests takes a slow host 4 ms beside steps of 10."""
+"""The most such steps of a plan without drafts, which is kept for twice as many as the one before
+it without: a plan of 256 requests takes a slow host 4 ms, beside steps of 10."""
 _FOR_ONE = 16
 """Requests for each of these steps, but for the first, where text is looked up: that changes in few
 steps, and what is gained by a plan is more the fewer there are."""
