@@ -7,6 +7,7 @@ lose in larger forms is added up, and a form is recorded when that would have pa
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
@@ -54,6 +55,10 @@ class RecordedForms:
         # Each step asks for one.
         self._form_of = lru_cache(maxsize=4096)(lambda size: PassForm.of([size]))
         self._lost: defaultdict[PassForm, float] = defaultdict(float)  # by each form, in passes
+        # The recorded ones, the smallest first, and their rows: there are hundreds.
+        self._sorted: list[PassForm] = []
+        self._rows: list[int] = []
+        self._num_sorted = 0
 
     def of(self, sizes: Sequence[PassSize]) -> PassForm | None:
         """Return the form that has room for each of these passes; None: they are not padded."""
@@ -85,13 +90,15 @@ class RecordedForms:
 
     def _larger(self, own: PassForm, sizes: Sequence[PassSize]) -> PassForm | None:
         """Return the smallest recorded form that has room for these passes, too."""
-        most = max(_MORE_ROWS * own.rows, _CHEAP_ROWS)
-        found = (
-            form
-            for form in self._runner.recorded
-            if isinstance(form, PassForm) and form.rows <= most and form.holds(own, sizes)
-        )
-        return min(found, key=lambda form: (form.rows, form.places), default=None)
+        recorded = self._runner.recorded
+        if len(recorded) != self._num_sorted:
+            forms = (form for form in recorded if isinstance(form, PassForm))
+            self._sorted = sorted(forms, key=lambda form: (form.rows, form.places))
+            self._rows = [form.rows for form in self._sorted]
+            self._num_sorted = len(recorded)
+        first = bisect_left(self._rows, own.rows)
+        end = bisect_right(self._rows, max(_MORE_ROWS * own.rows, _CHEAP_ROWS))
+        return next((form for form in self._sorted[first:end] if form.holds(own, sizes)), None)
 
 
 def _loss(own: PassForm, larger: PassForm) -> float:
