@@ -308,8 +308,8 @@ class LateFeed:
             first += len(step.output.next_tokens)
             first_request += len(step.request_ids)
         rows = _Rows(*map(np.concatenate, zip(*found, strict=True)))
-        counts = np.bincount(rows.requests, rows.lens).astype(np.int64).tolist()
-        for each, columns in zip(order, counts, strict=False):
+        counts = np.bincount(rows.requests, rows.lens, len(order)).astype(np.int64).tolist()
+        for each, columns in zip(order, counts, strict=True):
             if columns:
                 self._count_off(each, columns)
         return rows.by_request()
@@ -464,6 +464,7 @@ def _chunk(batch: Batch, steps: Sequence[_Step], rows: _Rows) -> tuple[Batch, Co
     Args:
         rows: of each request of the batch, some, in their order.
     """
+    assert all(step.lens is not None for step in steps)
     widths = np.bincount(rows.requests, rows.lens).astype(np.int64)
     device = batch.req_indices.device
     picked = upload(rows.index, device)

@@ -76,11 +76,8 @@ class Room:
         """Return that of a step."""
         nodes = np.minimum.outer(choices.most_nodes, choices.num_draft_tokens)
         allowed = np.zeros(nodes.shape, dtype=bool)
-        if len(set(choices.allowed)) == 1:
-            allowed[:, list(choices.allowed[0])] = True
-        else:
-            for place, those in enumerate(choices.allowed):
-                allowed[place, list(those)] = True
+        for those in set(choices.allowed):  # mostly one
+            allowed[np.ix_([each == those for each in choices.allowed], those)] = True
         depths: np.ndarray = np.where(allowed, np.minimum(nodes - 1, DEEPEST), 0)
         return cls(choices.allowed, choices.most_nodes, depths)
 
@@ -116,13 +113,13 @@ class KeptPlan:
         launched: LaunchedStep,
         room: Room,
         known: Mapping[int, Rows],
-        idle: int = 0,
+        idle: int,
     ) -> Self | None:
         """Return a plan that was just made, as the next steps may keep to it; None: they may not.
 
         Args:
             known: by algorithm what was foreseen.
-            idle: how many plans in a row before it were without drafts, as it is.
+            idle: how many plans in a row before it were without drafts, as it is; 0 if it has some.
         """
         size = len(told.who)
         if plan.reason not in (BEST, NOTHING_PAYS):  # no trial is kept
@@ -130,7 +127,7 @@ class KeptPlan:
         if size >= _SEVERAL:
             is_told = any(np.any(np.asarray(rows)[:, 0]) for rows in known.values())
             left = max(1, min(_KEPT, size // _FOR_ONE)) if is_told else _KEPT
-            left = max(left, min(left << min(idle, _IDLE), _IDLE))
+            left = min(left << min(idle, _IDLE), _IDLE)
             return cls(plan, told, launched, room, left)
         return cls(plan, told, launched, room, _KEPT, known) if size == 1 and known else None
 
