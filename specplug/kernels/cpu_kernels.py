@@ -149,6 +149,15 @@ class Panels:
     def _find_half(self) -> bool:
         return self.columns.dtype is torch.bfloat16
 
+    def of_outputs(self, start: int, stop: int) -> Panels | None:
+        """Return the panels of some outputs, without copying them; None if they do not begin and
+        end where panels do."""
+        width = self.columns.shape[2]
+        if start % width or (stop % width and stop < self.outputs):
+            return None
+        own = self.columns[start // width : -(-stop // width)]
+        return Panels(self.kernels, own, stop - start, self.inputs)
+
     def linear(
         self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
     ) -> Tensor | None:

@@ -19,6 +19,7 @@ from specplug.speculative.drafter import Drafter, precise
 from specplug.speculative.graph_runner import GraphRunner
 from specplug.speculative.hook_order import Batch
 from specplug.speculative.host_copy import upload
+from specplug.speculative.last_rows import LastRows, WantedRows, Written
 from specplug.speculative.late_feed import single_rows
 from specplug.speculative.layers import Attend, PagedAttend
 from specplug.speculative.runtime import AttentionPlan, Runtime
@@ -33,6 +34,10 @@ _MOST_SINGLE_ROWS = 4 * _SINGLE_ROWS
 _MOST_KEYS = 1 << 18
 """Keys that rows of chunks may read so, as 256 rows that see 1,024 each: a chunk's pass reads a key
 once for many rows."""
+
+_WORTH_CUTTING = 32
+"""Rows that leave only keys and values, from which on the last layer is run for the others alone:
+that is more launches, or calls, than a layer for all."""
 
 
 class FeatureDrafter(Drafter):
@@ -150,27 +155,25 @@ class FeatureDrafter(Drafter):
         return self.runtime.plan_attention(batch, batch.seq_lens, width)
 
     def _write(self, batch: Batch, output: CommittedOutput) -> tuple[()]:
-        """Write the keys and values of the committed rows: the pass ends where its last layer would
-        attend to them."""
-        plan = self._plan(batch, output)
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if layer < self._last_layer:
-                return plan.attend(self._cache, layer, q, k, v)
-            plan.write(self._cache, layer, k, v)
-            raise _Written
-
-        with suppress(_Written):
-            self.forward(output.next_tokens, self.features(output), plan.positions, attend)
+        """Write the keys and values of the committed rows."""
+        with suppress(Written):
+            self._run(output, self._plan(batch, output), wanted=None)
         return ()
 
     def _extend(self, batch: Batch, output: CommittedOutput) -> dict[str, Tensor]:
         """Return the state that ``extend`` leaves."""
-        plan = self._plan(batch, output)
-        hidden = self._pass(output.next_tokens, self.features(output), plan)[output.last_rows]
+        plan, index = self._plan(batch, output), output.last_rows
+        if len(output.next_tokens) - batch.size < _WORTH_CUTTING:
+            hidden = self._pass(output.next_tokens, self.features(output), plan)[index]
+        else:
+            # From after them, backwards: a recorded pass has padding without a row.
+            ends = batch.seq_lens + output.accept_lens
+            own = self.runtime.plan_attention(batch, ends, 1, offset=-1)
+            hidden = self._run(output, plan, WantedRows(index, own))
+            hidden = hidden if len(hidden) == batch.size else hidden[index]
         # The bonus token stands one after the last row, what is drafted first two after it.
-        ends = batch.seq_lens.unsqueeze(1), output.accept_lens.unsqueeze(1)
-        tokens, scores = self.likeliest(batch, self.logits(hidden), *ends, 1)
+        terms = batch.seq_lens.unsqueeze(1), output.accept_lens.unsqueeze(1)
+        tokens, scores = self.likeliest(batch, self.logits(hidden), *terms, 1)
         return {"hidden_states": hidden, "tokens": tokens, "scores": scores}
 
     def receive(self, batch: Batch, last_tokens: Tensor) -> DraftInput:
@@ -238,6 +241,9 @@ class FeatureDrafter(Drafter):
     def _pass(self, tokens: Tensor, hidden: Tensor, plan: AttentionPlan) -> Tensor:
         return self.forward(tokens, hidden, plan.positions, PagedAttend(self._cache, plan))
 
-
-class _Written(Exception):
-    """Ends a pass whose keys and values are written."""
+    def _run(
+        self, output: CommittedOutput, plan: AttentionPlan, wanted: WantedRows | None
+    ) -> Tensor:
+        """Run the committed rows, of whose last layer few are wanted, or none."""
+        attend = LastRows(self._cache, plan, self._last_layer, wanted)
+        return self.forward(output.next_tokens, self.features(output), plan.positions, attend)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import torch
@@ -20,6 +20,7 @@ from specplug.kernels.attention_form import kept_form
 from specplug.kernels.cpu_kernels import CPUKernels, LayerWeights, Panels, is_kept_twice
 from specplug.kernels.kernel_table import Operation, kernels_in_c, runs_triton
 from specplug.speculative.buckets import product_rows
+from specplug.speculative.last_rows import LastRows
 from specplug.speculative.paged_plan import PagedKVCache, plan_of
 from specplug.speculative.runtime import AttentionPlan, KVCache
 
@@ -158,6 +159,33 @@ def _joined_in_c(parts: Sequence[tuple[RMSNorm, Tensor]]) -> Tensor | None:
     return joint
 
 
+class _Heads(NamedTuple):
+    """The weights of heads that are computed by one product.
+
+    Attributes:
+        weight: [n * D, input_size].
+        bias: [n * D]; None: they have none.
+        norm: [turned, D], of those that are normed and turned, the first ones; None: no norm.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    norm: Tensor | None
+
+    def part(self, heads: slice, size: int) -> _Heads:
+        """Return some heads of ``size`` numbers, which keep their part of a copy for the CPU's
+        kernels."""
+        own = slice(heads.start * size, heads.stop * size)
+        weight, panels = self.weight[own], _panels_of(self.weight)
+        if panels is not None:
+            setattr(weight, _PANELS, panels.of_outputs(own.start, own.stop))
+        return _Heads(
+            weight,
+            None if self.bias is None else self.bias[own],
+            None if self.norm is None else self.norm[heads],
+        )
+
+
 class QKVProjection(nn.Module):
     """The projections of an attention layer: queries, keys and values in, the output back.
 
@@ -192,7 +220,8 @@ class QKVProjection(nn.Module):
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=output_bias)
         self.q_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
         self.k_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
-        self.packed: tuple[Tensor, Tensor | None, Tensor | None] | None = None
+        self.packed: _Heads | None = None
+        self._parts: tuple[_Heads, _Heads] | None = None
 
     @property
     def joined(self) -> tuple[nn.Linear, ...]:
@@ -209,45 +238,52 @@ class QKVProjection(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             norms = zip((self.q_norm, self.k_norm), self.heads, strict=True)
             norm = torch.cat([n.weight.expand(count, -1) for n, count in norms]).detach()
-        self.packed = weight, bias, norm
+        self.packed = _Heads(weight, bias, norm)
+
+    def pack_parts(self) -> None:
+        """Have queries, and keys and values, be computed by themselves by their part of the joined
+        matrix."""
+        assert self.packed is not None
+        heads, kv_heads = self.heads
+        self._parts = (
+            self.packed.part(slice(0, heads), self.head_dim),
+            self.packed.part(slice(heads, heads + 2 * kv_heads), self.head_dim),
+        )
 
     def qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of [R, input_size], turned by cos and sin [R, 1, D]."""
         if self.packed is not None:
-            return self._joint_qkv(x, cos, sin, *self.packed)
-        parts = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        q, k, v = (part.view(x.shape[0], -1, self.head_dim) for part in parts)
-        if self.q_norm is not None:
-            q = self.q_norm(q)
-        return rotate(q, cos, sin), self._turned_keys(k, cos, sin), v
+            heads, kv_heads = self.heads
+            qk, v = self._project(x, cos, sin, self.packed, heads + kv_heads)
+            return qk[:, :heads], qk[:, heads:], v
+        return self.queries(x, cos, sin), *self.kv(x, cos, sin)
 
-    def _joint_qkv(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        norm: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute as ``qkv``, with one product, one norm and one rotation for queries and keys."""
-        joint = linear(x, weight, bias).view(x.shape[0], -1, self.head_dim)
-        heads, kv_heads = self.heads
-        qk, v = joint[:, : heads + kv_heads], joint[:, heads + kv_heads :]
-        qk = rotate(qk, cos, sin, norm, self.norm_eps or 0.0)
-        return qk[:, :heads], qk[:, heads:], v
+    def _project(
+        self, x: Tensor, cos: Tensor, sin: Tensor, weights: _Heads, turned: int
+    ) -> tuple[Tensor, Tensor]:
+        """Compute heads of [R, input_size], with one product, and one norm and rotation for the
+        first ``turned`` of them: return these and the others, [R, …, D]."""
+        joint = linear(x, weights.weight, weights.bias).view(x.shape[0], -1, self.head_dim)
+        first = rotate(joint[:, :turned], cos, sin, weights.norm, self.norm_eps or 0.0)
+        return first, joint[:, turned:]
 
     def output(self, mixed: Tensor, residual: Tensor) -> Tensor:
         """Add the output projection of [R, H * D] to the residual [R, hidden_size]."""
         return linear(mixed, self.o_proj.weight, self.o_proj.bias, residual)
 
+    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return queries alone, [R, H, D]."""
+        if self._parts is not None:
+            return self._project(x, cos, sin, self._parts[0], self.heads[0])[0]
+        q = self.q_proj(x).view(x.shape[0], -1, self.head_dim)
+        return rotate(q if self.q_norm is None else self.q_norm(q), cos, sin)
+
     def kv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values alone, each [R, Hkv, D]."""
+        if self._parts is not None:
+            return self._project(x, cos, sin, self._parts[1], self.heads[1])
         k, v = (part(x).view(x.shape[0], -1, self.head_dim) for part in (self.k_proj, self.v_proj))
-        return self._turned_keys(k, cos, sin), v
-
-    def _turned_keys(self, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return rotate(k if self.k_norm is None else self.k_norm(k), cos, sin)
+        return rotate(k if self.k_norm is None else self.k_norm(k), cos, sin), v
 
 
 def _joined(parts: Sequence[nn.Linear]) -> Tensor:
@@ -418,7 +454,7 @@ class DecoderBody(nn.Module):
         Args:
             rotary: what ``Rotary`` gives for the rows' positions.
             index: the layer's number, for ``attend``. All rows leave their keys and values.
-            rows: [n] int64, those that are wanted; None: all.
+            rows: [n] int64, those that are wanted; None: all, or as ``LastRows`` says.
 
         Returns:
             [R, hidden], or [n, hidden].
@@ -428,12 +464,27 @@ class DecoderBody(nn.Module):
             if out is not None:
                 return out
         norm = self.input_norm
-        mixed = attend(index, *self.self_attn.qkv(x if norm is None else norm(x), *rotary))
-        if rows is not None:
-            mixed, residual = mixed[rows], residual[rows]
-        residual = self.self_attn.output(mixed, residual)
+        if norm is not None:
+            x = norm(x)
+        if isinstance(attend, LastRows) and index == attend.last:
+            mixed, rows = self._attend_last(x, rotary, attend)
+        else:
+            mixed = attend(index, *self.self_attn.qkv(x, *rotary))
+            mixed = mixed if rows is None else mixed[rows]
+        residual = self.self_attn.output(mixed, residual if rows is None else residual[rows])
         added: Tensor = self.mlp(self.post_attention_layernorm(residual), residual)
         return added
+
+    def _attend_last(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], attend: LastRows
+    ) -> tuple[Tensor, Tensor]:
+        """Write the keys and values of all rows [R, input], normed, and attend for those that are
+        wanted: return [n, H * D] and their index."""
+        k, v = self.self_attn.kv(x, *rotary)
+        wanted = attend.write(k, v)
+        rows, (cos, sin) = wanted.index, rotary
+        q = self.self_attn.queries(x[rows], cos[rows], sin[rows])
+        return wanted.plan.attend(attend.cache, attend.last, q, k[rows], v[rows]), rows
 
 
 class DecoderLayer(DecoderBody):
@@ -640,5 +691,7 @@ def pack(network: nn.Module) -> None:
     of_parts = {id(part.weight) for part in parts}
     pack_weights([*joined, *(weight for weight in linears if id(weight) not in of_parts)])
     for module in network.modules():
+        if isinstance(module, QKVProjection):
+            module.pack_parts()
         if isinstance(module, DecoderBody):
             module.pack()

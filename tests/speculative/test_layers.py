@@ -22,6 +22,7 @@ from specplug import (
 )
 from specplug.kernels.cpu_kernels import CPUKernels
 from specplug.kernels.kernel_table import c_declined
+from specplug.speculative.last_rows import LastRows, WantedRows, Written
 from specplug.speculative.paged_plan import LentPlan, PagedKVCache, RequestSlots
 from specplug.speculative.runtime import KVCache
 
@@ -116,10 +117,12 @@ def test_packing_changes_nothing(bias: bool, norm_eps: float | None) -> None:
 
     plain = results()
     assert [t.shape for t in plain[:3]] == [(ROWS, n, D) for n in (HEADS, KV_HEADS, KV_HEADS)]
-    for found, expected in zip(projection.kv(x, cos, sin), plain[1:3], strict=True):
+    apart = projection.queries(x, cos, sin), *projection.kv(x, cos, sin)
+    for found, expected in zip(apart, plain[:3], strict=True):
         assert torch.equal(found, expected)
     layers.pack(network)
-    for found, expected in zip(results(), plain, strict=True):
+    apart = projection.queries(x, cos, sin), *projection.kv(x, cos, sin)
+    for found, expected in zip((*results(), *apart), (*plain, *plain[:3]), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
@@ -246,6 +249,55 @@ def test_layer_as_one_kernel_is_its_parts(cpu_kernels: CPUKernels, normed: bool)
             results.append((out, keys, values))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("in_c", [False, True])
+def test_last_rows_are_those_of_the_whole_layer(cpu_kernels: CPUKernels, in_c: bool) -> None:
+    """And all rows leave their keys and values, also if none is wanted."""
+    kernels = cpu_kernels if in_c else None
+    layer = packed_layer(kernels)
+    slots = RequestSlots(
+        slots=torch.arange(1, 41).view(2, 20), last_position=19, cpu_kernels=kernels
+    )
+    requests, starts, widths = torch.tensor([0, 1]), torch.tensor([4, 9]), (5, 2)
+    last = torch.tensor([4, 6])
+    results = []
+    with torch.inference_mode():
+        x, (cos, sin) = torch.randn(ROWS, H), torch.randn(2, ROWS, 1, D)
+        plan = LentPlan.of(slots, 20, requests, starts, widths, 0, None, None)
+        ends = starts + torch.tensor(widths) - 1
+        wanted = WantedRows(last, LentPlan.of(slots, 20, requests, ends, 1, 0, None, None))
+        for kind in ("whole", "last", "none"):
+            torch.manual_seed(2)
+            keys, values = torch.randn(2, 41, KV_HEADS, D).unbind(0)
+            cache, out = PagedKVCache([keys], [values]), None
+            if kind == "whole":
+                out = layer(x, (cos, sin), 0, layers.PagedAttend(cache, plan))[last]
+            elif kind == "last":
+                out = layer(x, (cos, sin), 0, LastRows(cache, plan, 0, wanted))
+            else:
+                with pytest.raises(Written):
+                    layer(x, (cos, sin), 0, LastRows(cache, plan, 0, None))
+            results.append((out, keys, values))
+    whole, *others = results
+    for found in others:
+        for own, expected in zip(found, whole, strict=True):
+            if own is not None:
+                torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_parts_of_packed_heads_are_not_copied(cpu_kernels: CPUKernels) -> None:
+    """Where they begin with a panel; else torch computes their product."""
+    weight = torch.randn(3 * cpu_kernels._panel_columns, 8)
+    whole = cpu_kernels.panels(weight)
+    columns = cpu_kernels._panel_columns
+    part = whole.of_outputs(columns, 3 * columns)
+    assert part is not None
+    assert part.columns.data_ptr() > whole.columns.data_ptr()
+    x = torch.randn(2, 8)
+    torch.testing.assert_close(part.linear(x), x @ weight[columns:].T)
+    assert whole.of_outputs(columns // 2, 3 * columns) is None
+    assert whole.of_outputs(0, columns // 2) is None
 
 
 def test_paged_attend_takes_a_plan_for_all_layers() -> None:

@@ -170,9 +170,11 @@ def run(
     draft: Path,
     prompt: list[int],
     params: SamplingParams = GREEDY,
+    *,
+    spy: Spy | None = None,
     **settings: object,
 ) -> tuple[Spy, list[int]]:
-    spy = Spy()
+    spy = spy or Spy()
     llm = LLM(
         target,
         dtype="float64",
@@ -199,6 +201,58 @@ def test_chain_is_that_of_the_plain_network(
         committed = tokens[: root + 1]
         assert drafted[0] == committed[-1]
         assert drafted[1:] == reference.chain(committed, 4)
+
+
+class LayerSpy(Spy):
+    """It keeps how many rows the feed-forward part of the draft's layer had in each pass.
+
+    Args:
+        knows: whether the layer sees which ``Attend`` it has.
+    """
+
+    def __init__(self, knows: bool) -> None:
+        super().__init__()
+        self.knows = knows
+        self.rows: list[int] = []
+
+    @hookimpl
+    def create_worker(self, runtime: Runtime) -> Any:
+        worker = super().create_worker(runtime)
+        layer, run = worker.network.midlayer, worker.network.midlayer.run
+        layer.mlp.register_forward_pre_hook(lambda _, given: self.rows.append(len(given[0])))
+        if not self.knows:
+
+            def run_unaware(*given: Any) -> Tensor:
+                *others, attend = given
+                return run(*others, lambda *own: attend(*own))
+
+            layer.run = run_unaware
+        return worker
+
+
+@pytest.mark.parametrize("knows", [True, False])
+@pytest.mark.parametrize("chunk", [None, 40])
+def test_last_layer_runs_for_rows_that_are_drafted_from(
+    target: Path, write_draft: Callable[..., Path], chunk: int | None, knows: bool
+) -> None:
+    """Of a long prompt, and its drafts are those of the plain network; a layer that does not know
+    of it runs for all rows."""
+    draft, prompt = write_draft(), [(7 * i * i + i) % 90 + 3 for i in range(80)]
+    steps = 3
+    spy, tokens = run(
+        target, draft, prompt, spy=LayerSpy(knows), speculative_num_steps=steps,
+        chunked_prefill_size=chunk, warm_up="off",
+    )  # fmt: skip
+    chunks = [80] if chunk is None else [40, 40]
+    assert isinstance(spy, LayerSpy)
+    assert spy.rows[: len(chunks)] == ([1] * len(chunks) if knows else chunks)
+    reference = Reference(draft, target)
+    for (root, drafted, _), scores in zip(spy.drafts, spy.scores, strict=True):
+        committed = tokens[: root + 1]
+        assert drafted[1:] == reference.chain(committed, steps)
+        first = reference.log_probs(committed, []).max()
+        assert scores is not None
+        torch.testing.assert_close(scores[1].double(), first, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
