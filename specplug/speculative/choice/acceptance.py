@@ -142,20 +142,40 @@ class Acceptance:
         np.add.at(self._ended[0], (of, seen), 1.0)
         np.add.at(self._ended[1], (of, got), 1.0)
         np.add.at(self._like, of, belief)
+        self._count()
+
+    def observe_one(self, row: int, of: int, asked: int, taken: int) -> None:
+        """Learn what was accepted of one draft, as ``observe`` does: without what arrays of one
+        take."""
+        deep = min(asked, self.depth)
+        got = min(taken, deep)
+        seen = min(got + 1, deep)
+        belief = self._changed(self._belief[row, of], self._first[of])
+        belief *= self._likely[seen - got, of, got]
+        belief /= belief.sum()
+        self._belief[row, of] = belief
+        self._ended[0, of, seen] += 1.0
+        self._ended[1, of, got] += 1.0
+        self._like[of] += belief
+        self._count()
+
+    def _count(self) -> None:
+        """Count what was observed, and learn from it once it is enough."""
         self._since += 1
         self._observed += 1
         if self._since >= min(_REFRESH, self._observed):
             self._refresh()
 
     def _changed(self, belief: Array, first: Array) -> Array:
-        """Return what is believed of requests [n, cells] before a draft, after the one before it.
+        """Return what is believed of a request [cells] before a draft, after the one before it, or
+        of several, [n, cells].
 
         Args:
             first: what is believed of new ones.
         """
-        moved = (1 - _DRIFTS) * belief
-        moved[:, 1:] += _DRIFTS / 2 * belief[:, :-1]
-        moved[:, :-1] += _DRIFTS / 2 * belief[:, 1:]
+        moved: Array = (1 - _DRIFTS) * belief
+        moved[..., 1:] += _DRIFTS / 2 * belief[..., :-1]
+        moved[..., :-1] += _DRIFTS / 2 * belief[..., 1:]
         moved *= 1 - self.changes
         moved += self.changes * first
         return moved

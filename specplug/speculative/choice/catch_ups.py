@@ -47,6 +47,7 @@ class CatchUps:
         self._drafted = np.ones(algorithms)
         self._stopped = np.ones(algorithms) / _RUN
         self._lost = 0.0  # seconds, without the last catch-ups that were looked for
+        self._plain: list[tuple[float, float]] = []  # of each algorithm: of a row, and its run
 
     def begin(self, row: int, step: int) -> None:
         """Begin a new request in a row, which is fed."""
@@ -88,6 +89,7 @@ class CatchUps:
             rows: [n] of its requests.
             who: [n] what drafts for each, -1: nothing.
         """
+        self._plain = []
         before, most = self._who[rows], 1 + len(self._drafted)
         drafted = np.bincount(before + 1, minlength=most)[1:]
         stopped = np.bincount(before[before != who] + 1, minlength=most)[1:]
@@ -107,6 +109,7 @@ class CatchUps:
         """Learn how much longer it took to draft for these requests, which waited before."""
         own = seconds / (_FIXED_ROWS + float(self._waited[rows, algorithm].sum()))
         known = self._seconds[algorithm]
+        self._plain = []
         self._seconds[algorithm] = known + _OF_LAST * (own - known) if known else own
 
     @property
@@ -129,14 +132,14 @@ class CatchUps:
 
     def starts_of_one(self, row: int, step: int, most: float) -> list[float]:
         """Return the sums of ``starts`` for one request, [A]: in plain numbers."""
-        every = zip(
-            self._seconds.tolist(), self._fed[row].tolist(), self._runs.tolist(), strict=True
-        )
-        waiting = [(own, min(step - 1 - fed, _MOST_ROWS), run) for own, fed, run in every]
-        return [
-            min(own * (_FIXED_ROWS + rows), most) / run if rows > 0 else 0.0
-            for own, rows, run in waiting
-        ]
+        if not self._plain:
+            self._plain = list(zip(self._seconds.tolist(), self._runs.tolist(), strict=True))
+        starts = []
+        for (own, run), fed in zip(self._plain, self._fed[row].tolist(), strict=True):
+            waiting = min(step - 1 - fed, _MOST_ROWS)
+            whole = min(own * (_FIXED_ROWS + waiting), most) / run
+            starts.append(whole if waiting > 0 else 0.0)
+        return starts
 
     def left(
         self, algorithm: int, rows: Array | Sequence[int], step: int, steps: int, most: float

@@ -46,6 +46,9 @@ _FAR_BETTER = 1.06
 """How much better a plan has to look for a catch-up that seems too dear to be counted as missed."""
 _COMPARED = 4
 """Steps after which it is compared again: that takes as long as a plan."""
+_TOLD, _NEAR_PLANNED = 4, 0.15
+"""Of so many steps of one request one is learned from that took as long as planned, within this
+share."""
 _NEW = 24
 """Steps without a trial that a new request begins with, for each algorithm, at least."""
 
@@ -115,7 +118,7 @@ class DraftPolicy:
         self._heard = np.zeros((0, algorithms), dtype=np.int64)
         self._filled = [1.0] * algorithms
         self._drafted = [0] * algorithms  # the step in which each last drafted
-        self._step = self._compared = 0
+        self._step = self._compared = self._told = 0
         self._forgets = True
         self._rate = 0.0
         self._reach = np.arange(1, depth + 1)
@@ -420,9 +423,11 @@ class DraftPolicy:
             for draft in each
             if draft[0] >= 0 and draft[1] >= 0 and draft[2] > 0 and draft[1] not in outcome.known
         ]
-        if drafted:
-            columns = np.array(drafted).T if len(drafted) > 1 else zip(*drafted, strict=True)
-            row, who, asked, accepted = columns
+        if len(drafted) == 1:
+            self.acceptance.observe_one(*drafted[0])
+            self._heard[drafted[0][:2]] = self._step
+        elif drafted:
+            row, who, asked, accepted = np.array(drafted).T
             self.acceptance.observe(row, who, asked, accepted)
             self._heard[row, who] = self._step
         if outcome.plan is not None and outcome.plan.reason in (BEST, NOTHING_PAYS):
@@ -446,8 +451,18 @@ class DraftPolicy:
             self._learn_cost(outcome, self.work_of(outcome), trusted=True)
 
     def _learn_cost(self, outcome: StepOutcome, work: StepWork, *, trusted: bool = False) -> None:
-        if outcome.seconds is not None:
+        if outcome.seconds is not None and not self._is_as_planned(outcome):
             self.costs.observe(work, outcome.seconds, outcome.draft_seconds, trusted=trusted)
+
+    def _is_as_planned(self, outcome: StepOutcome) -> bool:
+        """Return whether a step need not be learned from: of those of one request, which are the
+        shortest, every fourth one tells enough where they take what they were planned to."""
+        plan = outcome.plan
+        if plan is None or outcome.seconds is None or len(outcome.who) > 1:
+            return False
+        self._told = (self._told + 1) % _TOLD
+        near = abs(outcome.seconds - plan.seconds) < _NEAR_PLANNED * plan.seconds
+        return near and self._told != 0 and self.costs.is_measured
 
     def _learn_catch_up(self, outcome: StepOutcome, work: StepWork, rows: Sequence[int]) -> None:
         """Learn how much longer drafting takes where an algorithm is caught up: no longer than a

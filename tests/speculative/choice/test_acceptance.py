@@ -105,3 +105,16 @@ def test_one_request_is_known_as_arrays_say() -> None:
         known.observe([row], [1], [4], [4 * row])
     for row in (0, 1):
         np.testing.assert_allclose(known.survival_of_one(row), known.survival([0, 1])[row])
+
+
+def test_one_draft_is_learned_as_arrays_are() -> None:
+    drafts = [(0, 1, 4, 2), (1, 0, 9, 9), (0, 0, 1, 0)] * 7
+    by_arrays, one_by_one = Acceptance(2, 8), Acceptance(2, 8)
+    for known in (by_arrays, one_by_one):
+        known.reset(0)
+        known.reset(1)
+    for row, of, asked, taken in drafts:
+        by_arrays.observe([row], [of], [asked], [taken])
+        one_by_one.observe_one(row, of, asked, taken)
+        found, expected = (k.survival([0, 1]) for k in (one_by_one, by_arrays))
+        np.testing.assert_allclose(found, expected)

@@ -338,3 +338,25 @@ def test_all_or_none_draft_by_what_steps_gave(seconds: float, pays: bool, goes_o
     assert (np.mean(settled) < 0.05) != pays
     assert any(settled), "it is tried again"
     assert not all(settled)
+
+
+class HeardCosts(StepCosts):
+    """They keep the times that they are told."""
+
+    def __init__(self) -> None:
+        super().__init__(1, CPU_COSTS, padded=False)
+        self.told: list[float] = []
+
+    def observe(self, work: Any, seconds: float, *rest: Any, **more: Any) -> None:
+        self.told.append(seconds)
+        super().observe(work, seconds, *rest, **more)
+
+
+def test_cost_of_one_request_as_planned_is_seldom_learned() -> None:
+    """Every fourth step tells, and each that takes another time."""
+    policy = DraftPolicy(costs := HeardCosts(), 4)
+    most = np.zeros((1, 1), dtype=np.int64)
+    for seconds in [0.01] * 17 + [0.02]:
+        plan = policy.plan(("a",), most)
+        policy.observe(outcome_of(plan, ("a",), [0], seconds=seconds))
+    assert costs.told == [0.01] * 5 + [0.02]
