@@ -70,6 +70,7 @@ if TYPE_CHECKING:
         DraftPlan,
         ForcedTokens,
         ForeseenDrafts,
+        Hindsight,
     )
     from specplug.speculative.draft_state import ReceivedState, StateTensor, received_state
     from specplug.speculative.feature_drafter import FeatureDrafter
@@ -120,6 +121,7 @@ _LAZY = {
     "DraftPlan": "specplug.speculative.draft_plan",
     "ForcedTokens": "specplug.speculative.draft_plan",
     "ForeseenDrafts": "specplug.speculative.draft_plan",
+    "Hindsight": "specplug.speculative.draft_plan",
     "FeatureDrafter": "specplug.speculative.feature_drafter",
     "FutureMap": "specplug.speculative.future_map",
     "PerTokenOutput": "specplug.speculative.output_kind",
@@ -200,6 +202,7 @@ __all__ = [
     "ForcedTokens",
     "ForeseenDrafts",
     "FutureMap",
+    "Hindsight",
     "HostCapabilities",
     "HostPlugin",
     "KVCache",

@@ -249,6 +249,7 @@ class KnownEagle3(Eagle3):
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, ...], int] = {}
         self._texts = torch.zeros(1, _POSITIONS, dtype=torch.int64)
+        self._right = torch.zeros(1, _POSITIONS, dtype=torch.int8)
         self._text_of = torch.zeros(1, dtype=torch.int64)
 
     def know(self, continuations: Continuations, shares: Sequence[float]) -> None:
@@ -263,9 +264,11 @@ class KnownEagle3(Eagle3):
             texts[number, : len(text)] = torch.tensor(text)
         draw = torch.Generator().manual_seed(1)
         least = torch.tensor([1.0, *shares]).unsqueeze(1)
-        texts += (torch.rand(texts.shape, generator=draw) >= least).to(torch.int64)
+        right = torch.rand(texts.shape, generator=draw) < least
+        texts += (~right).to(torch.int64)
         self._numbers = {prompt: number for number, prompt in enumerate(continuations, 1)}
         self._texts = texts.to(self._text_of.device)
+        self._right = right.to(self._text_of.device, torch.int8)
 
     @hookimpl
     def create_worker(self, runtime: Runtime) -> Any:
@@ -273,6 +276,7 @@ class KnownEagle3(Eagle3):
             runtime.req_table_size, dtype=torch.int64, device=runtime.device
         )
         self._texts = self._texts.to(runtime.device)
+        self._right = self._right.to(runtime.device)
         return super().create_worker(runtime)
 
     @hookimpl
@@ -287,7 +291,19 @@ class KnownEagle3(Eagle3):
             found = [self._numbers.get(tuple(r.prompt_token_ids), 0) for r in batch.requests]
             numbers = torch.tensor(found).to(runtime.device, non_blocking=True)
             self._text_of.index_copy_(0, batch.req_indices, numbers)
-        return super().build_draft_input(runtime, batch, target_output, future_map)
+        made: DraftInput = super().build_draft_input(runtime, batch, target_output, future_map)
+        if made.hindsight is not None:
+            made.hindsight = self._known_hindsight(batch, target_output, made.hindsight)
+        return made
+
+    def _known_hindsight(self, batch: Batch, output: CommittedOutput, own: Tensor) -> Tensor:
+        """Return which of the tokens that are looked back at are right, [bs, W], where the network
+        looks back at some: the last of them is the root."""
+        told = own >= 0
+        back = told.sum(1, keepdim=True) - torch.arange(own.shape[1], device=own.device)
+        at = (batch.seq_lens + output.accept_lens + 1).unsqueeze(1) - back
+        right = self._right[self._text_of[batch.req_indices].unsqueeze(1), at.clamp(min=0)]
+        return right.masked_fill(~told, -1)
 
     @hookimpl
     def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:

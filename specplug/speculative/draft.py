@@ -508,11 +508,15 @@ class DraftInput:
             None for a state that is absent, which is read as zeros.
         host: named tensors of leading size bs, on the device or the CPU, for ``on_host_tensors``.
             The core starts copying them when the step is launched.
+        hindsight: [bs, W] int8, where several steps of a request were fed together: whether one
+            drafted token after each of some tokens would have been right, 1 or 0; -1: not known.
+            None: nothing is told. The choice of drafts learns from it (``DraftChoices.hindsight``).
     """
 
     bonus_tokens: Tensor
     state: Mapping[str, Tensor | None] = attrs.field(factory=dict)
     host: Mapping[str, Tensor | None] = attrs.field(factory=dict)
+    hindsight: Tensor | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self.state.get(name)

@@ -77,6 +77,21 @@ class ForeseenDrafts:
         return self.tokens.shape[1] > 0
 
 
+@attrs.frozen(eq=False, kw_only=True)
+class Hindsight:
+    """How often an algorithm would have been right of requests for which others drafted.
+
+    Attributes:
+        algorithm: its index into ``DraftChoices.names``.
+        request_ids: of n requests, some of which may have ended.
+        right: [n, W] int8 on the CPU, as in ``DraftInput.hindsight``.
+    """
+
+    algorithm: int
+    request_ids: Sequence[str]
+    right: Tensor
+
+
 @attrs.frozen(kw_only=True)
 class ForcedTokens:
     """The tokens that a request's grammar forces next: keys, braces, names of functions.
@@ -110,6 +125,8 @@ class DraftChoices:
         takes_budget: whether ``DraftPlan.verify_budget`` is heeded: the host verifies drafts whose
             widths the device alone knows.
         foreseen: for each of ``names`` what it says that it would draft, by ``foresee_drafts``.
+        hindsight: what has become known, since it was last told, of what algorithms would have had
+            right while they did not draft, by ``DraftInput.hindsight``. Each is told once.
     """
 
     names: tuple[str, ...]
@@ -119,6 +136,7 @@ class DraftChoices:
     verify_budget: int | None = None
     takes_budget: bool = False
     foreseen: tuple[ForeseenDrafts, ...] = ()
+    hindsight: tuple[Hindsight, ...] = ()
 
     @classmethod
     def of(

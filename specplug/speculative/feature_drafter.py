@@ -7,6 +7,7 @@ Li et al., EAGLE (arXiv 2401.15077), with the dynamic trees of EAGLE-2 (arXiv 24
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from contextlib import suppress
 
 import attrs
@@ -17,6 +18,7 @@ from specplug.speculative.draft import Draft, DraftInput
 from specplug.speculative.draft_state import StateTensor, received_state
 from specplug.speculative.drafter import Drafter, precise
 from specplug.speculative.graph_runner import GraphRunner
+from specplug.speculative.hindsight import LastTokens
 from specplug.speculative.hook_order import Batch
 from specplug.speculative.host_copy import upload
 from specplug.speculative.last_rows import LastRows, WantedRows, Written
@@ -113,26 +115,44 @@ class FeatureDrafter(Drafter):
     def extend(self, batch: Batch, output: CommittedOutput) -> DraftInput:
         """Run the committed rows, of a prefill chunk or an accepted path, through the network and
         choose what follows the last of each. Where no draft follows, only write their keys."""
+        last = None
+        if batch.is_prefill and not batch.chunk_ends:  # of several steps
+            last = LastTokens.of(batch.chunk_widths, output.next_tokens.device)
         if self._reads_single_rows(batch, output):
-            read = [self._read(*each) for each in single_rows(batch, output, _SINGLE_ROWS)]
-            of_rows = read[0]
-            if len(read) > 1:
-                of_rows = {name: torch.cat([each[name] for each in read]) for name in of_rows}
-            state = {name: rows[output.last_rows] for name, rows in of_rows.items()}
+            state, hindsight = self._read_single_rows(batch, output, last)
+        elif batch.is_prefill and (batch.drafts_follow or last is not None):
+            state, hindsight = self._extend_chunks(batch, output, last)
+        elif batch.drafts_follow:
+            state, hindsight = self._extend_paths(batch, output), None
         else:
-            state = self._read(batch, output)
-        return DraftInput(bonus_tokens=output.bonus_tokens, state=state)
-
-    def _read(self, batch: Batch, output: CommittedOutput) -> dict[str, Tensor]:
-        """Run the committed rows through the network and return the state that they leave; none
-        where no draft follows."""
-        if not batch.drafts_follow:
             write = self._write if batch.is_prefill else self._write_paths
+            state, hindsight = {}, None
             write(batch, output)
-            return {}
-        extend = self._extend if batch.is_prefill else self._extend_paths
-        state: dict[str, Tensor] = extend(batch, output)
-        return state
+        return DraftInput(
+            bonus_tokens=output.bonus_tokens,
+            state=state if batch.drafts_follow else {},
+            hindsight=hindsight,
+        )
+
+    def _read_single_rows(
+        self, batch: Batch, output: CommittedOutput, last: LastTokens | None
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Read rows as so many requests; return the state that they leave, and whether the drafts
+        of those before the last ones would have been right."""
+        few = len(output.next_tokens) <= _SINGLE_ROWS
+        parts = single_rows(batch, output, _SINGLE_ROWS)
+        if not batch.drafts_follow and (last is None or not few):
+            for part in parts:
+                self._write_paths(*part)
+            return {}, None
+        read = [self._extend_paths(*part) for part in parts]
+        of_rows = read[0]
+        if len(read) > 1:
+            of_rows = {name: torch.cat([each[name] for each in read]) for name in of_rows}
+        state = {name: rows[output.last_rows] for name, rows in of_rows.items()}
+        if last is None:
+            return state, None
+        return state, last.right(of_rows["tokens"][last.index, 0], output.next_tokens)
 
     def _reads_single_rows(self, batch: Batch, output: CommittedOutput) -> bool:
         """Return whether the rows of chunks, or what several steps have left, are read as so many
@@ -162,19 +182,62 @@ class FeatureDrafter(Drafter):
 
     def _extend(self, batch: Batch, output: CommittedOutput) -> dict[str, Tensor]:
         """Return the state that ``extend`` leaves."""
-        plan, index = self._plan(batch, output), output.last_rows
-        if len(output.next_tokens) - batch.size < _WORTH_CUTTING:
-            hidden = self._pass(output.next_tokens, self.features(output), plan)[index]
-        else:
-            # From after them, backwards: a recorded pass has padding without a row.
-            ends = batch.seq_lens + output.accept_lens
-            own = self.runtime.plan_attention(batch, ends, 1, offset=-1)
-            hidden = self._run(output, plan, WantedRows(index, own))
-            hidden = hidden if len(hidden) == batch.size else hidden[index]
+        # From after them, backwards: a recorded pass has padding without a row.
+        ends = batch.seq_lens + output.accept_lens
+        hidden = self._hidden(
+            batch,
+            output,
+            output.last_rows,
+            lambda: self.runtime.plan_attention(batch, ends, 1, offset=-1),
+        )
         # The bonus token stands one after the last row, what is drafted first two after it.
         terms = batch.seq_lens.unsqueeze(1), output.accept_lens.unsqueeze(1)
         tokens, scores = self.likeliest(batch, self.logits(hidden), *terms, 1)
         return {"hidden_states": hidden, "tokens": tokens, "scores": scores}
+
+    def _extend_chunks(
+        self, batch: Batch, output: CommittedOutput, last: LastTokens | None
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Return the state that chunks leave, and whether the drafts after the rows before their
+        ``last`` ones would have been right."""
+        if last is None:
+            return self._extend(batch, output), None
+        starts = batch.seq_lens + output.accept_lens - upload(last.counts, self.runtime.device)
+        hidden = self._hidden(
+            batch,
+            output,
+            last.index,
+            lambda: self.runtime.plan_attention(batch, starts, last.counts),
+        )
+        logits = self.logits(hidden)
+        if batch.greedy:
+            tokens, scores = self.likeliest(batch, logits)
+        else:
+            owner, rows = self._part(batch, last.owners)
+            terms = rows.seq_lens.unsqueeze(1), output.accept_lens[owner].unsqueeze(1)
+            tokens, scores = self.likeliest(rows, logits, *terms, 1 - last.back.unsqueeze(1))
+        of_rows = {"hidden_states": hidden, "tokens": tokens, "scores": scores}
+        state = {name: each[last.ends] for name, each in of_rows.items()}
+        return state, last.right(tokens[:, 0], output.next_tokens)
+
+    def _hidden(
+        self,
+        batch: Batch,
+        output: CommittedOutput,
+        index: Tensor,
+        plan_wanted: Callable[[], AttentionPlan],
+    ) -> Tensor:
+        """Run the committed rows and return what some of them leave, [n, H].
+
+        Args:
+            index: [n] int64, these.
+            plan_wanted: makes their plan.
+        """
+        plan = self._plan(batch, output)
+        if len(output.next_tokens) - len(index) < _WORTH_CUTTING:
+            return self._pass(output.next_tokens, self.features(output), plan)[index]
+        hidden = self._run(output, plan, WantedRows(index, plan_wanted()))
+        return hidden if len(hidden) == len(index) else hidden[index]
 
     def receive(self, batch: Batch, last_tokens: Tensor) -> DraftInput:
         """Return the state of requests that another instance has prefilled. One that came without

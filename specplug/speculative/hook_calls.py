@@ -16,7 +16,8 @@ object whose methods were replaced, is of no effect. Tensors are torch's own (``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
@@ -31,7 +32,7 @@ from specplug.algorithm import SpecConfig
 from specplug.errors import PluginError, UsageError, shown
 from specplug.speculative.choice.measured_choice import MeasuredChoice
 from specplug.speculative.draft import Draft, DraftInput, described, is_dense
-from specplug.speculative.draft_plan import DraftChoices, DraftPlan, ForeseenDrafts
+from specplug.speculative.draft_plan import DraftChoices, DraftPlan, ForeseenDrafts, Hindsight
 from specplug.speculative.draft_state import StateTensor, state_spec
 from specplug.speculative.future_map import FutureMap, is_plain
 from specplug.speculative.host_relay import IN_FLIGHT, HostRelay
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 Made = TypeVar("Made", bound=attrs.AttrsInstance)
 
+_RIGHT = "right"
+"""The name under which hindsight goes to the host."""
 _MOST_SENT = 16
 """Steps in a row, without a draft, whose tensors for the host are handed over together: one after
 another takes longer, since a pass has run between them."""
@@ -78,7 +81,7 @@ class HookCalls:
         self._spec: Mapping[str, StateTensor] = {}
         self._lent: tuple[Runtime, LentRuntime] | None = None
         self._relay: HostRelay | None = None  # until a plugin leaves something for the host
-        self._num_planned = 0, 0  # copies that were started when the last steps were planned
+        self._hindsight: HostRelay | None = None  # until a plugin tells of it
 
     @property
     def extensions(self) -> list[dict[str, str]]:
@@ -238,7 +241,7 @@ class HookCalls:
         hook = "foresee_drafts"
         if hook in self._plugins.core_alone:
             return ForeseenDrafts.untold(len(requests))
-        self._hand_over(runtime, keep=self._num_on_way(runtime))
+        self._hand_over(runtime, keep=_num_on_way(self._relay, runtime))
         found = self._plugins.call(hook, runtime=self._lend(runtime), requests=requests)
         expected = "a specplug.ForeseenDrafts, or None"
         if type(found) is not ForeseenDrafts:
@@ -255,17 +258,21 @@ class HookCalls:
     def begin_plan(self) -> None:
         """Note that a decode step is planned, whether or not the algorithm is asked what it would
         draft."""
-        started = 0 if self._relay is None else self._relay.num_started
-        self._num_planned = self._num_planned[1], started
+        for relay in (self._relay, self._hindsight):
+            if relay is not None:
+                relay.begin_plan()
 
-    def _num_on_way(self, runtime: Runtime) -> int:
-        """Return how many of the last copies may still be on their way when a decode step is
-        planned: those that were started since the one before it was. A host that plans a step has
-        processed all but the last one; without overlap that one too."""
-        if self._relay is None or not _takes_time(runtime):
-            return 0
-        before, started = self._num_planned
-        return min(started - before, IN_FLIGHT)
+    def hindsight(self, runtime: Runtime, algorithm: int) -> Iterator[Hindsight]:
+        """Yield what has become known of how often the algorithm would have been right.
+
+        Args:
+            algorithm: its number among those that can draft.
+        """
+        relay = self._hindsight
+        if relay is not None:
+            for request_ids, told in relay.arrived(_num_on_way(relay, runtime)):
+                right = told[_RIGHT]
+                yield Hindsight(algorithm=algorithm, request_ids=request_ids, right=right)
 
     def kept_plan(self, batch: Batch, choices: DraftChoices) -> DraftPlan | None:
         """Return the plan of a step for which nobody needs to be asked what would be drafted, by
@@ -401,6 +408,8 @@ class HookCalls:
             )
         checked = check_draft_input(self._plugins, hook, made, size, like, self._spec)
         self._leave(batch, checked.host, like.device)
+        if checked.hindsight is not None and not batch.is_warm_up:
+            self._tell(batch, checked.hindsight)
         if self._relay is not None and self._relay.num_sent > _MOST_SENT:  # no step drafts
             self._hand_over(runtime, keep=IN_FLIGHT)
         return checked
@@ -436,6 +445,13 @@ class HookCalls:
         if tensors:
             self._relay = self._relay or HostRelay()
             self._relay.send(batch, tensors, device)
+
+    def _tell(self, batch: Batch, right: Tensor) -> None:
+        """Start copying how often the algorithm would have been right."""
+        self._hindsight = self._hindsight or HostRelay()
+        self._hindsight.send(batch, {_RIGHT: right}, right.device)
+        if self._hindsight.num_sent > _MOST_SENT:  # nobody asks
+            deque(self._hindsight.arrived(IN_FLIGHT), maxlen=0)
 
     def _hand_over(self, runtime: Runtime, keep: int = 0) -> None:
         """Give plugins what steps have left for the host, but for the last ``keep`` steps."""
@@ -536,6 +552,12 @@ class HookCalls:
         self._plugins.call("on_text_forgotten", runtime=self._lend(runtime), cache_salt=cache_salt)
         for part in parts_of(runtime):
             part.hooks.on_text_forgotten(part.runtime, cache_salt)
+
+
+def _num_on_way(relay: HostRelay | None, runtime: Runtime) -> int:
+    """Return how many of a relay's last copies may still be on their way while a step is
+    planned."""
+    return relay.num_on_way if relay is not None and _takes_time(runtime) else 0
 
 
 def _takes_time(runtime: Runtime) -> bool:
@@ -729,6 +751,12 @@ def check_draft_input(
         draft_input.host = check_tensors(
             plugins, hook, "host", draft_input.host, size, like, may_lack=True, on_host=True
         )
+    if draft_input.hindsight is not None:
+        told = {"hindsight": draft_input.hindsight}
+        check_tensors(plugins, hook, "a draft input", told, size, like)
+        if draft_input.hindsight.dtype != torch.int8 or draft_input.hindsight.dim() != 2:
+            found = described(draft_input.hindsight)
+            plugins.refuse(hook, f"gave hindsight {found}", f"[{size}, W] of torch.int8")
     if spec:
         try:
             check_state(spec, draft_input)

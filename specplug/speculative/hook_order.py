@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import attrs
@@ -55,6 +55,7 @@ from specplug.speculative.draft_plan import (
     DraftPlan,
     DraftWish,
     ForeseenDrafts,
+    Hindsight,
 )
 from specplug.speculative.future_map import FutureMap, is_plain
 from specplug.speculative.hook_calls import HookCalls
@@ -456,7 +457,9 @@ class HookOrder:
         kept = self._hooks.kept_plan(batch, choices)
         if kept is not None:
             return kept
-        told = attrs.evolve(choices, foreseen=self._foreseen(batch))
+        told = attrs.evolve(
+            choices, foreseen=self._foreseen(batch), hindsight=tuple(self._hindsight())
+        )
         return self._hooks.plan_drafts(self._runtime, batch, told)
 
     def _foreseen(self, batch: Batch) -> tuple[ForeseenDrafts, ...]:
@@ -465,6 +468,15 @@ class HookOrder:
         if isinstance(worker, SeveralWorker):
             return tuple(part.foresee_drafts(batch.requests) for part in worker.parts)
         return (self._hooks.foresee_drafts(self._runtime, batch.requests),)
+
+    def _hindsight(self) -> Iterator[Hindsight]:
+        """Yield what each that can draft would have had right, as far as that is new."""
+        worker = self._runtime.worker
+        if isinstance(worker, SeveralWorker):
+            for number, part in enumerate(worker.parts):
+                yield from part.hooks.hindsight(part.runtime, number)
+        else:
+            yield from self._hooks.hindsight(self._runtime, 0)
 
     def _propose(
         self, batch: Batch, draft_input: DraftInput, plan: DraftPlan | None, roots: Tensor

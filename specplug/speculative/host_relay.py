@@ -35,6 +35,7 @@ class HostRelay:
 
     def __init__(self) -> None:
         self._sent: deque[_Sent] = deque()
+        self._planned = 0, 0  # copies that were started when the last two steps were planned
         self.num_started = 0
 
     @property
@@ -51,6 +52,18 @@ class HostRelay:
             names = tuple(view.request_id for view in batch.requests)
             self._sent.append(_Sent(names, copies, Arrival(device)))
             self.num_started += 1
+
+    def begin_plan(self) -> None:
+        """Note that a decode step is planned."""
+        self._planned = self._planned[1], self.num_started
+
+    @property
+    def num_on_way(self) -> int:
+        """How many of the last copies may still be on their way while a decode step is planned:
+        those that were started since the one before it was. A host that plans a step has processed
+        all but the last one."""
+        before, started = self._planned
+        return min(started - before, IN_FLIGHT)
 
     def arrived(self, keep: int = 0) -> Iterator[tuple[Sequence[str], Mapping[str, Tensor]]]:
         """Yield request ids and tensors of each step, but of the last ``keep``, once they have

@@ -159,6 +159,34 @@ class Acceptance:
         self._like[of] += belief
         self._count()
 
+    def hear(self, rows: Several, of: int, seen: Array, right: Array) -> None:
+        """Learn how many of some drafts of one token would have been right.
+
+        Args:
+            rows: of the requests, n of them, each once.
+            of: the algorithm.
+            seen: [n] drafts of each request, at least 1.
+            right: [n] those that the target would have taken.
+        """
+        before = self._belief[rows, of]
+        self._like[of] += seen @ self._heard(before, of, seen, right)
+        self._ended[0, of, 1] += seen.sum()
+        self._ended[1, of, :2] += (seen - right).sum(), right.sum()
+        self._observed += 1
+        self._refresh()  # it is much at once
+        self._belief[rows, of] = self._heard(before, of, seen, right)
+
+    def _heard(self, belief: Array, of: int, seen: Array, right: Array) -> Array:
+        """Return what is believed of requests [n, cells] after so much was heard of them, as the
+        run's rates are."""
+        chance = self._survival[of, :, 0]
+        likely = np.multiply.outer(right, np.log(chance))
+        likely += np.multiply.outer(seen - right, np.log1p(-chance))
+        heard = self._changed(belief, self._first[of])
+        heard *= np.exp(likely - likely.max(1, keepdims=True))
+        heard /= heard.sum(1, keepdims=True)
+        return heard
+
     def _count(self) -> None:
         """Count what was observed, and learn from it once it is enough."""
         self._since += 1

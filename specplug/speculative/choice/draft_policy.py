@@ -444,6 +444,20 @@ class DraftPolicy:
         else:
             self._learn_cost(outcome, work)
 
+    def hear(self, algorithm: int, request_ids: Sequence[str], right: Array) -> None:
+        """Learn how often an algorithm would have been right of requests.
+
+        Args:
+            right: [n, W] of each request, 1 or 0, -1: not known.
+        """
+        rows = np.array([self._rows.get(each, -1) for each in request_ids])
+        seen = (right >= 0).sum(1)
+        told = (rows >= 0) & (seen > 0)
+        if told.any():
+            rows = rows[told]
+            self.acceptance.hear(rows, algorithm, seen[told], (right[told] > 0).sum(1))
+            self._heard[rows, algorithm] = self._step
+
     def probe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Learn what steps take that were run before the first request; of their tokens nothing is
         learned."""

@@ -139,6 +139,8 @@ class MeasuredChoice:
         policy = self._policy or self._start(
             runtime, choices.names, choices.num_draft_tokens, foreseen
         )
+        for each in choices.hindsight:
+            policy.hear(each.algorithm, each.request_ids, each.right.numpy())
         ids, context = _ids(batch), _context(batch)
         known = {a: self._foresee(a, each, batch) for a, each in foreseen.items()}
         if self._room is None or not self._room.is_of(choices):

@@ -118,3 +118,21 @@ def test_one_draft_is_learned_as_arrays_are() -> None:
         one_by_one.observe_one(row, of, asked, taken)
         found, expected = (k.survival([0, 1]) for k in (one_by_one, by_arrays))
         np.testing.assert_allclose(found, expected)
+
+
+def test_hindsight_is_learned_as_drafts_of_one_token() -> None:
+    """Of several requests at once, each as often as it was looked back at."""
+    taken = {0: [1, 1, 0, 1, 1, 0, 1, 1], 1: [0] * 8, 2: [1]}
+    heard, drafted = observed([]), observed([])
+    for known in (heard, drafted):
+        for row in taken:
+            known.reset(row)
+    seen, right = (np.array([f(each) for each in taken.values()]) for f in (len, sum))
+    heard.hear(np.array(list(taken)), 0, seen, right)
+    for row, each in taken.items():
+        for one in each:
+            drafted.observe_one(row, 0, 1, one)
+    found, expected = (known.survival(list(taken))[:, 0, 0] for known in (heard, drafted))
+    assert found[1] < 0.2 < 0.6 < found[0]
+    assert (np.argsort(found) == np.argsort(expected)).all()
+    assert abs(heard.of_the_run[1] - 17) < 0.2

@@ -360,3 +360,15 @@ def test_cost_of_one_request_as_planned_is_seldom_learned() -> None:
         plan = policy.plan(("a",), most)
         policy.observe(outcome_of(plan, ("a",), [0], seconds=seconds))
     assert costs.told == [0.01] * 5 + [0.02]
+
+
+@pytest.mark.parametrize(("right", "least", "most"), [(1, 0.9, 1), (0, 0, 0.1), (-1, 0.6, 0.6)])
+def test_hindsight_says_how_likely_drafts_are(right: int, least: float, most: float) -> None:
+    """Of requests that have ended, and of no token, nothing is learned."""
+    policy, ids = DraftPolicy(StepCosts(1, CPU_COSTS, padded=False), 4), ("a", "b", "c", "d")
+    policy.plan(ids, np.full((4, 1), 4))
+    for _ in range(3):
+        policy.hear(0, ("a", "gone", "b", "c", "d"), np.full((5, 8), right))
+    found = policy.acceptance.survival(range(4))[:, 0, 0]
+    assert (found >= least - 0.05).all()
+    assert (found <= most + 0.05).all()
