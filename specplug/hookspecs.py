@@ -265,7 +265,9 @@ def build_draft_input(  # type: ignore[empty-body]
         The roots of the next step and its state, leading size bs. The state is stashed by request
         row and comes back in the next ``propose``; the roots that are verified are the engine's
         own. What the host is to read goes into ``DraftInput(host=…)``, and from there to
-        ``on_host_tensors``. None is refused.
+        ``on_host_tensors``. Of several steps that are fed together a drafter may tell how often it
+        would have been right meanwhile, by ``DraftInput(hindsight=…)``: then it need not be tried
+        to be known. ``FeatureDrafter`` does. None is refused.
     """
 
 
@@ -334,7 +336,8 @@ def plan_drafts(runtime: Runtime, batch: Batch, choices: DraftChoices) -> DraftP
         runtime: the engine's.
         batch: the requests, as in ``propose``; ``max_draft_nodes`` is what there is room for.
         choices: what can be chosen: of a run with several algorithms (``A,B``) these, else the one
-            or nobody. What a request asks for by ``SamplingParams`` is in it.
+            or nobody. What a request asks for by ``SamplingParams`` is in it, and what algorithms
+            tell of drafts that they did not make: ``foreseen`` and ``hindsight``.
 
     Returns:
         The plan. A request's ``max_draft_nodes`` is lowered to it before ``propose``, which is not

@@ -261,6 +261,16 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
         "gave bonus_tokens [1] of torch.float32 on cpu; expected [1] of torch.int64 on cpu",
     ),
     (
+        "build_draft_input",
+        of_output(lambda t: DraftInput(bonus_tokens=t, hindsight=t.unsqueeze(1))),
+        "gave hindsight [1, 1] of torch.int64 on cpu; expected [1, W] of torch.int8",
+    ),
+    (
+        "build_draft_input",
+        of_output(lambda t: DraftInput(bonus_tokens=t, hindsight=torch.zeros(2, 3))),
+        "gave a draft input 'hindsight' [2, 3] of torch.float32 on cpu; expected a tensor of",
+    ),
+    (
         "propose",
         of_roots(lambda r: Draft(tokens=r, parents=None, widths=3, depth=0)),
         "drafted widths=3; expected one integer from 1 to 1 for each of the 1 requests",
