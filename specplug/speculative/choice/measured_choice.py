@@ -19,7 +19,13 @@ from specplug.speculative.choice.foresight import Foresight, Rows
 from specplug.speculative.choice.kept_plan import DEEPEST, KeptPlan, LaunchedStep, Room
 from specplug.speculative.choice.rank_costs import RankCosts
 from specplug.speculative.choice.step_cost import CPU_COSTS, GPU_COSTS, StepCosts
-from specplug.speculative.draft_plan import NOBODY, DraftChoices, DraftPlan, ForeseenDrafts
+from specplug.speculative.draft_plan import (
+    NOBODY,
+    DraftChoices,
+    DraftPlan,
+    ForeseenDrafts,
+    Hindsight,
+)
 
 if TYPE_CHECKING:
     from specplug.speculative.hook_order import Batch
@@ -60,6 +66,7 @@ class MeasuredChoice:
         self._room: Room | None = None
         self._kept: KeptPlan | None = None
         self._idle = 0  # plans in a row without drafts
+        self._told: list[Hindsight] = []  # since a step was last processed
         self._launched: deque[LaunchedStep] = deque(maxlen=_MOST_LAUNCHED)
         self._on_cpu = True
         self._ranks: RankCosts | None = None
@@ -139,8 +146,7 @@ class MeasuredChoice:
         policy = self._policy or self._start(
             runtime, choices.names, choices.num_draft_tokens, foreseen
         )
-        for each in choices.hindsight:
-            policy.hear(each.algorithm, each.request_ids, each.right.numpy())
+        self._told += choices.hindsight
         ids, context = _ids(batch), _context(batch)
         known = {a: self._foresee(a, each, batch) for a, each in foreseen.items()}
         if self._room is None or not self._room.is_of(choices):
@@ -182,6 +188,7 @@ class MeasuredChoice:
         """Learn from a step."""
         if self._policy is None:
             return
+        self._hear()
         if not report.decode_ids:
             if self._ranks is not None:
                 self._ranks.note(self._policy.work_of(_NOTHING), None, None)
@@ -215,6 +222,13 @@ class MeasuredChoice:
             self._ranks.note(work, seconds, outcome.draft_seconds)
             outcome = attrs.evolve(outcome, seconds=None)
         self._policy.observe(outcome)
+
+    def _hear(self) -> None:
+        """Learn from hindsight: not while a step is planned, which a device may wait for."""
+        assert self._policy is not None
+        for told in self._told:
+            self._policy.hear(told.algorithm, told.request_ids, told.right.numpy())
+        self._told.clear()
 
     @property
     def benefit(self) -> Benefit | None:

@@ -16,7 +16,13 @@ from specplug.kernels.kernel_table import c_declined
 from specplug.speculative.choice.best_plan import NOTHING_PAYS, Plan, load_plans
 from specplug.speculative.choice.draft_policy import DraftPolicy, StepOutcome
 from specplug.speculative.choice.measured_choice import MeasuredChoice
-from specplug.speculative.draft_plan import DraftChoices, DraftPlan, DraftWish, ForeseenDrafts
+from specplug.speculative.draft_plan import (
+    DraftChoices,
+    DraftPlan,
+    DraftWish,
+    ForeseenDrafts,
+    Hindsight,
+)
 from specplug.speculative.report import StepReport
 
 CPU = torch.device("cpu")
@@ -51,6 +57,26 @@ def report_of(drafter: str, width: int, taken: int, **more: Any) -> StepReport:
         accept_lens=(taken,),
         **given,
     )
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_hindsight_is_learned_when_a_step_is_processed(is_told: bool) -> None:
+    """A draft model that was wrong drafts again at once, though it was not tried."""
+    choice, drafts = MeasuredChoice(deterministic=True), []
+    right = torch.ones(2, 8, dtype=torch.int8)
+    told = Hindsight(algorithm=0, request_ids=("a", "gone"), right=right)
+    for step in range(46):
+        choices = DraftChoices(
+            names=("A",), num_draft_tokens=(5,), allowed=((0,),), most_nodes=(5,),
+            foreseen=(ForeseenDrafts.untold(1),),
+            hindsight=(told,) if is_told and step >= 40 else (),
+        )  # fmt: skip
+        plan = choice.plan_drafts(RUNTIME, BATCH, choices)
+        drafts.append(plan.most_nodes[0] > 1)
+        width = plan.most_nodes[0]
+        choice.on_step(report_of("A" if width > 1 else "NONE", width, 1))
+    assert not any(drafts[36:41])
+    assert any(drafts[41:44]) == is_told
 
 
 def processed(choice: MeasuredChoice, accepted: int) -> None:
