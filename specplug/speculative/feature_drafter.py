@@ -114,7 +114,8 @@ class FeatureDrafter(Drafter):
 
     def extend(self, batch: Batch, output: CommittedOutput) -> DraftInput:
         """Run the committed rows, of a prefill chunk or an accepted path, through the network and
-        choose what follows the last of each. Where no draft follows, only write their keys."""
+        choose what follows the last of each. Where no draft follows, only write their keys. Of
+        several steps, tell what would have been right meanwhile."""
         last = None
         if batch.is_prefill and not batch.chunk_ends:  # of several steps
             last = LastTokens.of(batch.chunk_widths, output.next_tokens.device)
