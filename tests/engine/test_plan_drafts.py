@@ -24,6 +24,8 @@ from specplug import (
     hookimpl,
 )
 from specplug.speculative import hook_calls
+from specplug.speculative.choice.cut_depths import CutDepths
+from specplug.speculative.choice.kept_plan import LIKELIEST
 from specplug.speculative.choice.measured_choice import MeasuredChoice
 from specplug.speculative.part import Part
 
@@ -62,6 +64,17 @@ class Always(Dice):
         self.steps += 1
         who = (self.who[self.steps % len(self.who)],) * choices.size
         return DraftPlan(who=who, most_nodes=choices.most_nodes)
+
+
+class Reports:
+    """Keeps what steps report."""
+
+    def __init__(self) -> None:
+        self.reports: list[StepReport] = []
+
+    @hookimpl
+    def on_step(self, report: StepReport) -> None:
+        self.reports.append(report)
 
 
 def generate(
@@ -393,3 +406,21 @@ def test_an_algorithm_that_does_not_run_is_refused() -> None:
         llm.generate(TEXT, SamplingParams(speculative_algorithm="EAGLE"))
     with pytest.raises(UsageError, match="max_draft_tokens=-1: expected an integer of at least 0"):
         SamplingParams(max_draft_tokens=-1)
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "NGRAM,EAGLE3", "NGRAM,EAGLE3:topk=2,tokens=9"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_deeper_drafts_that_are_cut_change_no_token(
+    algorithm: str, overlap: bool, plain: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the choice by what was measured, which is made to draft deeper wherever it may."""
+    monkeypatch.setattr("specplug.debug.DEBUG", True)
+    monkeypatch.setattr(CutDepths, "deeper", lambda known, form: 1 + form.depth % 2)
+    seen = Reports()
+    given = {**SMALL, "draft_choice": "measured", "disable_overlap_schedule": not overlap}
+    with LLM(speculative_algorithm=algorithm, extensions=[seen], **given) as llm:
+        outputs = llm.generate(3 * PROMPTS, 3 * PARAMS)
+    assert [output.token_ids for output in outputs] == 3 * plain
+    deeper = [report for report in seen.reports if report.reason == LIKELIEST]
+    assert deeper
+    assert any(sum(report.widths) < sum(report.planned) for report in deeper)

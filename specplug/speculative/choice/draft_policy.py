@@ -21,6 +21,7 @@ from specplug.speculative.choice.best_plan import (
 )
 from specplug.speculative.choice.catch_ups import CatchUps
 from specplug.speculative.choice.compiled_plans import CompiledPlans
+from specplug.speculative.choice.cut_depths import CutDepths, DraftForm
 from specplug.speculative.choice.one_request import CostsOfOne, best_of_one, tried_of_one
 from specplug.speculative.choice.promises import Promises
 from specplug.speculative.choice.step_cost import StepCosts, StepWork
@@ -74,6 +75,11 @@ class StepOutcome:
             estimated.
         caught_up: the algorithms that were fed what several steps had committed, so that the step
             took longer than it does if they draft again.
+        chances: how likely the first token of each draft was to be accepted, as its scores say; 0:
+            not known. (): of none.
+        is_kept: whether it kept to the plan of one before it.
+        more: how much deeper than planned the drafts were whose likeliest nodes were verified: that
+            these are accepted says nothing of the others.
         plan: of the step; None: it had none, or it is not told.
     """
 
@@ -87,6 +93,9 @@ class StepOutcome:
     draft_seconds: float | None = None
     known: Collection[int] = ()
     caught_up: Collection[int] = ()
+    chances: Sequence[float] = ()
+    is_kept: bool = False
+    more: int = 0
     plan: Plan | None = None
 
 
@@ -112,6 +121,7 @@ class DraftPolicy:
         self._was_best = False  # whether the last plan was no trial
         self._catch_ups = CatchUps(algorithms)
         self._promises = Promises()
+        self._cut_depths = CutDepths(algorithms)
         self._compiled = compiled
         self._rows: dict[str, int] = {}
         self._free: list[int] = []
@@ -423,26 +433,69 @@ class DraftPolicy:
             for draft in each
             if draft[0] >= 0 and draft[1] >= 0 and draft[2] > 0 and draft[1] not in outcome.known
         ]
-        if len(drafted) == 1:
+        if outcome.more:
+            for row, who, *_ in drafted:
+                self._heard[row, who] = self._step
+        elif len(drafted) == 1:
             self.acceptance.observe_one(*drafted[0])
             self._heard[drafted[0][:2]] = self._step
         elif drafted:
             row, who, asked, accepted = np.array(drafted).T
             self.acceptance.observe(row, who, asked, accepted)
             self._heard[row, who] = self._step
-        if outcome.plan is not None and outcome.plan.reason in (BEST, NOTHING_PAYS):
-            size, seconds = len(rows), outcome.seconds if self.costs.is_measured else None
-            self._promises.learn(outcome.plan, size, size + sum(outcome.accepted), seconds)
+        self._learn_plan(outcome)
         work = self.work_of(outcome)
         for a, (wanted, made) in enumerate(zip(work.asked, work.nodes, strict=True)):
             if wanted:
                 self._drafted[a] = self._step
+            if wanted and not outcome.more:
                 share = min(1.0, max(0.02, float(made) / wanted))
                 self._filled[a] += 0.05 * (share - self._filled[a])
         if outcome.caught_up:
             self._learn_catch_up(outcome, work, rows)
         else:
             self._learn_cost(outcome, work)
+
+    def deepened(
+        self, plan: Plan, most: Array, known: Collection[int]
+    ) -> tuple[int, Array, int] | None:
+        """Return how much deeper the steps that keep to a plan draft, how deep for each request,
+        [n], and how many rows the target's pass then has for the likeliest nodes: those of the
+        plan. None: they draft as planned.
+
+        Args:
+            most: as in ``plan``.
+            known: the algorithms that tell what they draft.
+        """
+        form = _form_of(plan, known)
+        more = 0 if form is None else self._cut_depths.deeper(form)
+        if form is None or not more:
+            return None
+        mine, depths = plan.who == form.algorithm, plan.depths.copy()
+        depths[mine] = np.minimum(depths[mine] + more, most[mine, form.algorithm])
+        if (depths == plan.depths).all():
+            return None
+        return more, depths, self.costs.padded_rows(len(depths) + int(plan.depths.sum()))
+
+    def _learn_plan(self, outcome: StepOutcome) -> None:
+        """Learn what comes of plans, of those with deeper drafts apart."""
+        plan, size = outcome.plan, len(outcome.who)
+        if plan is None or plan.reason not in (BEST, NOTHING_PAYS):
+            return
+        seconds = outcome.seconds if self.costs.is_measured else None
+        tokens = size + sum(outcome.accepted)
+        if not outcome.more:
+            self._promises.learn(plan, size, tokens, seconds)
+        form = _form_of(plan, outcome.known)
+        if form is None:
+            return
+        if not outcome.more:
+            every = zip(outcome.who, outcome.chances, strict=False)
+            first = [chance for who, chance in every if who == form.algorithm and chance > 0]
+            self._cut_depths.note(form.algorithm, first)
+        if seconds and size > 1 and outcome.is_kept:
+            came = tokens / (plan.tokens * size / len(plan.who)) * plan.seconds / seconds
+            self._cut_depths.learn(form, outcome.more, came)
 
     def hear(self, algorithm: int, request_ids: Sequence[str], right: Array) -> None:
         """Learn how often an algorithm would have been right of requests.
@@ -541,6 +594,21 @@ class DraftPolicy:
             self._heard[row] = np.minimum(self._step - _NEW, self._drafted)
             self._catch_ups.begin(row, self._step)
         return row
+
+
+def _form_of(plan: Plan, known: Collection[int]) -> DraftForm | None:
+    """Return the form of a plan; None: not one algorithm that makes its drafts then drafts.
+
+    Args:
+        known: the algorithms that tell what they draft.
+    """
+    drafting = set(plan.who.tolist()) - {-1}
+    own = drafting - set(known)
+    if len(own) != 1:
+        return None
+    (algorithm,) = own
+    depth = int(plan.depths[plan.who == algorithm].max())
+    return DraftForm(algorithm, depth, alone=len(drafting) == 1)
 
 
 def _with_known(survival: Array, known: Mapping[int, Rows]) -> Array:

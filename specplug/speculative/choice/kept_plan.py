@@ -14,6 +14,7 @@ from specplug.speculative.choice.draft_policy import DraftPolicy, StepOutcome
 from specplug.speculative.choice.foresight import Rows
 from specplug.speculative.draft_plan import DraftChoices, DraftPlan
 
+LIKELIEST = "the likeliest nodes of deeper drafts"
 DEEPEST = 63
 """The most nodes after the root that are planned for a request."""
 _KEPT = 3
@@ -46,12 +47,16 @@ class LaunchedStep:
         known: the algorithms that told what they would draft. With overlap other steps are planned
             before this one is processed.
         plan: of the step; None: there was no room.
+        is_kept: whether it keeps to the plan of one before it.
+        more: how much deeper than planned the drafts are whose likeliest nodes are verified.
     """
 
     request_ids: tuple[str, ...]
     context: float
     known: Collection[int] = ()
     plan: Plan | None = None
+    is_kept: bool = False
+    more: int = 0
 
 
 @attrs.frozen(eq=False)
@@ -87,12 +92,14 @@ class KeptPlan:
     """A plan that the next steps may keep to.
 
     Attributes:
-        plan, told: the same, as the policy made it and as the step was told.
+        plan, told: the same, as the policy made it and as the steps that keep to it are told.
         launched: its step.
         room: in which it was made.
         left: for how many steps more it is good.
         known: of one request whose text is looked up: what was foreseen, and is to be foreseen
             again. Empty: nobody needs to be asked.
+        more: how much deeper these draft, of which the likeliest nodes are verified. The step that
+            was planned does not: of it is learned how likely all are.
         goes_on: whether all of what was looked up for it was accepted in the last step that is
             known. Mostly it is in the next one too, so that nobody needs to be asked.
     """
@@ -104,6 +111,7 @@ class KeptPlan:
     left: int
     known: Mapping[int, Rows] = attrs.field(factory=dict)
     goes_on: bool = False
+    more: int = 0
 
     @classmethod
     def of(
@@ -130,6 +138,25 @@ class KeptPlan:
             left = min(left << min(idle, _IDLE), _IDLE)
             return cls(plan, told, launched, room, left)
         return cls(plan, told, launched, room, _KEPT, known) if size == 1 and known else None
+
+    def deepen(self, more: int, depths: np.ndarray, rows: int) -> None:
+        """Have the steps that keep to it draft deeper.
+
+        Args:
+            more: how much.
+            depths: [n] of each request.
+            rows: of the target's pass.
+        """
+        most = tuple(map(max, self.told.most_nodes, (1 + depths).tolist()))
+        own = self.told.verify_budget
+        rows = rows if own is None else min(own, rows)
+        self.told = attrs.evolve(
+            self.told,
+            most_nodes=most,
+            verify_budget=rows if rows < sum(most) else None,
+            reason=LIKELIEST,
+        )
+        self.more = more
 
     @property
     def asks_nobody(self) -> bool:
@@ -162,6 +189,7 @@ class KeptPlan:
         usual = Counter(planned.values()).most_common(1)[0][0]
         who, nodes = zip(*(planned.get(name, usual) for name in ids), strict=True)
         budget, reason = told.verify_budget, told.reason
+        budget = budget if budget is None else max(budget, len(ids))
         return choices.bound(
             DraftPlan(who=who, most_nodes=nodes, verify_budget=budget, reason=reason)
         )

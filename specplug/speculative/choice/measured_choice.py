@@ -136,7 +136,10 @@ class MeasuredChoice:
         policy = self._policy
         assert policy is not None
         policy.keep(ids, kept.plan, told.who)
-        self._launched.append(LaunchedStep(ids, kept.launched.context, known, kept.plan))
+        launched = LaunchedStep(
+            ids, kept.launched.context, known, kept.plan, is_kept=True, more=kept.more
+        )
+        self._launched.append(launched)
         return told
 
     @hookimpl
@@ -171,6 +174,10 @@ class MeasuredChoice:
         if plan.drafts:
             self._idle = 0
         self._kept = KeptPlan.of(plan, told, launched, self._room, known, self._idle)
+        if self._kept is not None and plan.drafts and len(ids) > 1 and choices.takes_budget:
+            deeper = policy.deepened(plan, self._room.depths, known)
+            if deeper is not None:
+                self._kept.deepen(*deeper)
         self._idle += not plan.drafts
         return told
 
@@ -210,6 +217,9 @@ class MeasuredChoice:
             seconds=self._seconds(report),
             draft_seconds=self._draft_seconds(report),
             known=launched.known,
+            chances=_first_chances(report),
+            is_kept=launched.is_kept,
+            more=launched.more,
             caught_up=[self._places[each] for each in report.caught_up if each in self._places],
             plan=launched.plan,
         )
@@ -318,6 +328,16 @@ def _outcome_of(step: TimedStep) -> StepOutcome:
         accepted=[0] * size,
         seconds=step.seconds,
     )
+
+
+def _first_chances(report: StepReport) -> Sequence[float]:
+    """Return how likely the first token of each draft was to be accepted, as its scores say; ():
+    it is not known, or drafts are trees."""
+    chances = report.chances
+    if chances is None or chances.shape[1] < 2 or report.depth + 1 < max(report.proposed):
+        return ()
+    first: list[float] = abs(chances[:, 1]).tolist()
+    return first
 
 
 def _ids(batch: Batch) -> tuple[str, ...]:

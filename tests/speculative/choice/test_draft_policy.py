@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from draft_simulator import Machine, Run, best_fixed, outcome_of, plain, simulate, survival
 
+from specplug.speculative.choice.best_plan import BEST
 from specplug.speculative.choice.draft_policy import DraftPolicy, StepOutcome
 from specplug.speculative.choice.step_cost import CPU_COSTS, GPU_COSTS, StepCosts
 
@@ -372,3 +373,38 @@ def test_hindsight_says_how_likely_drafts_are(right: int, least: float, most: fl
     found = policy.acceptance.survival(range(4))[:, 0, 0]
     assert (found >= least - 0.05).all()
     assert (found <= most + 0.05).all()
+
+
+@pytest.mark.parametrize("unlike", [False, True])
+def test_drafts_of_unlike_chances_are_deeper_and_cut(unlike: bool) -> None:
+    """In as many rows; of what is accepted then nothing is learned of the others."""
+    policy = DraftPolicy(StepCosts(1, GPU_COSTS, padded=True), 8)
+    ids, most = tuple(map(str, range(64))), np.full((64, 1), 8)
+    random, chances, plans = np.random.default_rng(0), np.full(64, 0.6), []
+    for _ in range(40):
+        plan = policy.plan(ids, most)
+        plans += [plan] if plan.reason == BEST else []
+        chances = random.uniform(0.2, 1.0, 64) if unlike else chances
+        taken = (random.random((64, 8)) < 0.6).cumprod(1).sum(1)
+        accepted, seconds = np.minimum(taken, plan.depths), 0.005 + 2e-5 * plan.depths.sum()
+        policy.observe(outcome_of(plan, ids, accepted, chances=chances.tolist(), seconds=seconds))
+    plan = plans[-1]
+    assert plan.depths.max() < 7
+    for _ in range(6):  # so many that keep to it draft as planned
+        assert policy.deepened(plan, most, ()) is None
+        accepted = plan.depths * (np.arange(64) % 5 < 2)
+        policy.observe(outcome_of(plan, ids, accepted, seconds=0.006, is_kept=True))
+    found = policy.deepened(plan, most, ())
+    if not unlike:
+        assert found is None
+        return
+    assert found is not None
+    more, depths, rows = found
+    assert more == 1
+    assert (depths == np.where(plan.who == 0, plan.depths + 1, 0)).all()
+    assert rows == policy.costs.padded_rows(64 + int(plan.depths.sum()))
+    assert policy.deepened(plan, plan.depths[:, None], ()) is None  # there is no room
+    assert policy.deepened(plan, most, {0}) is None  # it is told what is drafted
+    for _ in range(40):
+        policy.observe(outcome_of(plan, ids, plan.depths, more=1))
+    assert policy.acceptance.survival(range(64))[:, 0, 0].mean() < 0.7
