@@ -183,13 +183,9 @@ class FeatureDrafter(Drafter):
 
     def _extend(self, batch: Batch, output: CommittedOutput) -> dict[str, Tensor]:
         """Return the state that ``extend`` leaves."""
-        # From after them, backwards: a recorded pass has padding without a row.
-        ends = batch.seq_lens + output.accept_lens
+        plan, last = self._plan(batch, output), output.last_rows
         hidden = self._hidden(
-            batch,
-            output,
-            output.last_rows,
-            lambda: self.runtime.plan_attention(batch, ends, 1, offset=-1),
+            plan, output, last, lambda: self.runtime.plan_attention(batch, plan.positions[last], 1)
         )
         # The bonus token stands one after the last row, what is drafted first two after it.
         terms = batch.seq_lens.unsqueeze(1), output.accept_lens.unsqueeze(1)
@@ -205,7 +201,7 @@ class FeatureDrafter(Drafter):
             return self._extend(batch, output), None
         starts = batch.seq_lens + output.accept_lens - upload(last.counts, self.runtime.device)
         hidden = self._hidden(
-            batch,
+            self._plan(batch, output),
             output,
             last.index,
             lambda: self.runtime.plan_attention(batch, starts, last.counts),
@@ -223,7 +219,7 @@ class FeatureDrafter(Drafter):
 
     def _hidden(
         self,
-        batch: Batch,
+        plan: AttentionPlan,
         output: CommittedOutput,
         index: Tensor,
         plan_wanted: Callable[[], AttentionPlan],
@@ -231,10 +227,10 @@ class FeatureDrafter(Drafter):
         """Run the committed rows and return what some of them leave, [n, H].
 
         Args:
+            plan: of all rows.
             index: [n] int64, these.
             plan_wanted: makes their plan.
         """
-        plan = self._plan(batch, output)
         if len(output.next_tokens) - len(index) < _WORTH_CUTTING:
             return self._pass(output.next_tokens, self.features(output), plan)[index]
         hidden = self._run(output, plan, WantedRows(index, plan_wanted()))
