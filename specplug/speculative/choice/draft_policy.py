@@ -486,14 +486,14 @@ class DraftPolicy:
         tokens = size + sum(outcome.accepted)
         if not outcome.more:
             self._promises.learn(plan, size, tokens, seconds)
-        form = _form_of(plan, outcome.known)
-        if form is None:
+        form = _form_of(plan, outcome.known) if size > 1 else None
+        if form is None:  # one request has no other's nodes to be preferred
             return
         if not outcome.more:
             every = zip(outcome.who, outcome.chances, strict=False)
             first = [chance for who, chance in every if who == form.algorithm and chance > 0]
             self._cut_depths.note(form.algorithm, first)
-        if seconds and size > 1 and outcome.is_kept:
+        if seconds and outcome.is_kept:
             came = tokens / (plan.tokens * size / len(plan.who)) * plan.seconds / seconds
             self._cut_depths.learn(form, outcome.more, came)
 
