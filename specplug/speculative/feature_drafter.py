@@ -116,10 +116,12 @@ class FeatureDrafter(Drafter):
         """Run the committed rows, of a prefill chunk or an accepted path, through the network and
         choose what follows the last of each. Where no draft follows, only write their keys. Of
         several steps, tell what would have been right meanwhile."""
-        last = None
-        if batch.is_prefill and not batch.chunk_ends:  # of several steps
+        is_single, last = self._reads_single_rows(batch, output), None
+        # Of many single rows without a draft after them, keys are written alone.
+        tells = batch.drafts_follow or not is_single or len(output.next_tokens) <= _SINGLE_ROWS
+        if batch.is_prefill and not batch.chunk_ends and tells:  # of several steps
             last = LastTokens.of(batch.chunk_widths, output.next_tokens.device)
-        if self._reads_single_rows(batch, output):
+        if is_single:
             state, hindsight = self._read_single_rows(batch, output, last)
         elif batch.is_prefill and (batch.drafts_follow or last is not None):
             state, hindsight = self._extend_chunks(batch, output, last)
@@ -140,9 +142,8 @@ class FeatureDrafter(Drafter):
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         """Read rows as so many requests; return the state that they leave, and whether the drafts
         of those before the last ones would have been right."""
-        few = len(output.next_tokens) <= _SINGLE_ROWS
         parts = single_rows(batch, output, _SINGLE_ROWS)
-        if not batch.drafts_follow and (last is None or not few):
+        if not batch.drafts_follow and last is None:
             for part in parts:
                 self._write_paths(*part)
             return {}, None
