@@ -23,7 +23,7 @@ from specplug.speculative.choice.catch_ups import CatchUps
 from specplug.speculative.choice.compiled_plans import CompiledPlans
 from specplug.speculative.choice.cut_depths import CutDepths, DraftForm
 from specplug.speculative.choice.one_request import CostsOfOne, best_of_one, tried_of_one
-from specplug.speculative.choice.promises import Promises
+from specplug.speculative.choice.promises import Promises, share_that_came
 from specplug.speculative.choice.step_cost import StepCosts, StepWork
 from specplug.speculative.choice.trials import (
     FRESH,
@@ -494,7 +494,7 @@ class DraftPolicy:
             first = [chance for who, chance in every if who == form.algorithm and chance > 0]
             self._cut_depths.note(form.algorithm, first)
         if seconds and outcome.is_kept:
-            came = tokens / (plan.tokens * size / len(plan.who)) * plan.seconds / seconds
+            came = share_that_came(plan, size, tokens, seconds)
             self._cut_depths.learn(form, outcome.more, came)
 
     def hear(self, algorithm: int, request_ids: Sequence[str], right: Array) -> None:

@@ -54,13 +54,18 @@ class Promises:
                 self._shares[each] = share + _FORGOTTEN * (1.0 - share)
         if own == -1 or not size:
             return
-        came = tokens / (plan.tokens * size / len(plan.who))
-        if seconds:
-            came *= plan.seconds / seconds
+        came = share_that_came(plan, size, tokens, seconds)
         came = min(max(came, _LEAST_OF_ONE), _MOST_OF_ONE)
         share = self.share_of(own)
         share += _SHARE_OF_ONE * min(1.0, size / _MANY) * (came - share)
         self._shares[own] = min(max(share, _LEAST), _MOST)
+
+
+def share_that_came(plan: Plan, size: int, tokens: int, seconds: float | None) -> float:
+    """Return what came of a step with a plan, as a share of what it promised: tokens a second, or
+    tokens alone. The arguments as in ``Promises.learn``."""
+    came = tokens / (plan.tokens * size / len(plan.who))
+    return came * (plan.seconds / seconds) if seconds else came
 
 
 def _drafting(plan: Plan) -> int:
