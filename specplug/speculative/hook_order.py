@@ -471,12 +471,8 @@ class HookOrder:
 
     def _hindsight(self) -> Iterator[Hindsight]:
         """Yield what each that can draft would have had right, as far as that is new."""
-        worker = self._runtime.worker
-        if isinstance(worker, SeveralWorker):
-            for number, part in enumerate(worker.parts):
-                yield from part.hooks.hindsight(part.runtime, number)
-        else:
-            yield from self._hooks.hindsight(self._runtime, 0)
+        for number, hooks in enumerate(self._drafting):
+            yield from hooks.hindsight(self._runtime, number)
 
     def _propose(
         self, batch: Batch, draft_input: DraftInput, plan: DraftPlan | None, roots: Tensor
