@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from draft_dice import Reports
 
 from specplug import LLM, SamplingParams, hookimpl
 from specplug.engine.engine_runtime import EngineRuntime
@@ -33,17 +34,6 @@ class Steps:
     def on_step(self, runtime: EngineRuntime, report: StepReport) -> None:
         if report.decode_ids:
             self.planned.append((report.decode_ids, report.drafters, report.planned))
-
-
-class Reports:
-    """Keeps what each step reports."""
-
-    def __init__(self) -> None:
-        self.reports: list[StepReport] = []
-
-    @hookimpl
-    def on_step(self, report: StepReport) -> None:
-        self.reports.append(report)
 
 
 def generate(algorithm: str, **settings: Any) -> tuple[list[Any], list[Any]]:

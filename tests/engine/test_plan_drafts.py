@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from draft_dice import Dice
+from draft_dice import Dice, Reports
 
 from specplug import (
     LLM,
@@ -64,17 +64,6 @@ class Always(Dice):
         self.steps += 1
         who = (self.who[self.steps % len(self.who)],) * choices.size
         return DraftPlan(who=who, most_nodes=choices.most_nodes)
-
-
-class Reports:
-    """Keeps what steps report."""
-
-    def __init__(self) -> None:
-        self.reports: list[StepReport] = []
-
-    @hookimpl
-    def on_step(self, report: StepReport) -> None:
-        self.reports.append(report)
 
 
 def generate(
