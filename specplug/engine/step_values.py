@@ -217,9 +217,11 @@ class RequestGroup:
     @classmethod
     def of(cls, requests: Sequence[Request]) -> Self:
         """Return the group of these requests."""
-        needs = Needs.NOTHING
+        needs = before = Needs.NOTHING
         for request in requests:
-            needs |= request.needs
+            if request.needs is not before:  # mostly all need the same
+                before = request.needs
+                needs |= before
         wanted = WantedOutputs(requests) if needs & Needs.OUTPUTS else None
         return cls(requests=tuple(requests), needs=needs, wanted=wanted)
 

@@ -141,7 +141,7 @@ class Acceptance:
         self._belief[row, of] = belief
         np.add.at(self._ended[0], (of, seen), 1.0)
         np.add.at(self._ended[1], (of, got), 1.0)
-        np.add.at(self._like, of, belief)
+        self._like += np.equal.outer(np.arange(len(self._like)), of) @ belief
         self._count()
 
     def observe_one(self, row: int, of: int, asked: int, taken: int) -> None:

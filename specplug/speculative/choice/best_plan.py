@@ -11,6 +11,7 @@ makes nodes free. ``plans.c`` does the same, where it can be compiled.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 
@@ -71,6 +72,11 @@ class Plan:
     def drafts(self) -> bool:
         """Whether anything is drafted."""
         return bool(np.count_nonzero(self.depths))
+
+    @cached_property
+    def drafting(self) -> frozenset[int]:
+        """The algorithms that draft for a request."""
+        return frozenset(self.who.tolist()) - {-1}
 
 
 @attrs.frozen(eq=False)

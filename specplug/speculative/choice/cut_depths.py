@@ -29,6 +29,8 @@ _LEAST_GAIN = 1.01
 """How many times as many tokens a second deeper drafts have to give."""
 _SEEN, _LEAST_SEEN = 256, 64
 """Chances of first tokens that are kept of each algorithm, and how many tell something."""
+_LOOKED_AT = 8
+"""Steps after which they are looked at again."""
 _UNLIKE = 0.1
 """The least deviation of such chances, as a share of their mean: where all tokens are as likely
 there is nothing to choose."""
@@ -94,6 +96,7 @@ class CutDepths:
     def __init__(self, algorithms: int) -> None:
         self._chances = [deque[float](maxlen=_SEEN) for _ in range(algorithms)]
         self._unlike = [False] * algorithms
+        self._waiting = [0] * algorithms  # steps until they are looked at again
         self._forms: dict[DraftForm, _Form] = {}
 
     def note(self, algorithm: int, chances: Sequence[float]) -> None:
@@ -101,7 +104,9 @@ class CutDepths:
         say."""
         own = self._chances[algorithm]
         own.extend(chances)
-        if len(own) >= _LEAST_SEEN:
+        self._waiting[algorithm] -= 1
+        if len(own) >= _LEAST_SEEN and self._waiting[algorithm] <= 0:
+            self._waiting[algorithm] = _LOOKED_AT
             every = np.fromiter(own, dtype=np.float64)
             self._unlike[algorithm] = bool(every.std() > _UNLIKE * every.mean())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import attrs
 import numpy as np
@@ -48,8 +49,7 @@ _FAR_BETTER = 1.06
 _COMPARED = 4
 """Steps after which it is compared again: that takes as long as a plan."""
 _TOLD, _NEAR_PLANNED = 4, 0.15
-"""Of so many steps of one request one is learned from that took as long as planned, within this
-share."""
+"""Of so many steps one is learned from that took as long as planned, within this share."""
 _NEW = 24
 """Steps without a trial that a new request begins with, for each algorithm, at least."""
 
@@ -131,6 +131,7 @@ class DraftPolicy:
         self._step = self._compared = self._told = 0
         self._forgets = True
         self._rate = 0.0
+        self._worked: tuple[tuple[Any, ...], StepWork] | None = None  # what the last step did
         self._reach = np.arange(1, depth + 1)
 
     def plan(
@@ -370,7 +371,7 @@ class DraftPolicy:
 
         def late(tried: Plan) -> float:
             total = 0.0
-            for a in set(tried.who.tolist()) - {-1}:
+            for a in tried.drafting:
                 places = np.flatnonzero((tried.who == a) & (plan.who != a))
                 if len(places):
                     mine = np.asarray(rows)[places]
@@ -427,22 +428,7 @@ class DraftPolicy:
             self.acceptance.fade([row for row in rows if row >= 0], _FADED)
             every = enumerate(self._drafted)
             self.costs.revert([a for a, last in every if self._step - last >= _FADED])
-        each = zip(rows, outcome.who, outcome.asked, outcome.accepted, strict=True)
-        drafted = [
-            draft
-            for draft in each
-            if draft[0] >= 0 and draft[1] >= 0 and draft[2] > 0 and draft[1] not in outcome.known
-        ]
-        if outcome.more:
-            for row, who, *_ in drafted:
-                self._heard[row, who] = self._step
-        elif len(drafted) == 1:
-            self.acceptance.observe_one(*drafted[0])
-            self._heard[drafted[0][:2]] = self._step
-        elif drafted:
-            row, who, asked, accepted = np.array(drafted).T
-            self.acceptance.observe(row, who, asked, accepted)
-            self._heard[row, who] = self._step
+        self._learn_drafts(outcome, rows)
         self._learn_plan(outcome)
         work = self.work_of(outcome)
         for a, (wanted, made) in enumerate(zip(work.asked, work.nodes, strict=True)):
@@ -476,6 +462,28 @@ class DraftPolicy:
         if (depths == plan.depths).all():
             return None
         return more, depths, self.costs.padded_rows(len(depths) + int(plan.depths.sum()))
+
+    def _learn_drafts(self, outcome: StepOutcome, rows: Sequence[int]) -> None:
+        """Learn how much was accepted of what each request's algorithm has drafted.
+
+        Args:
+            rows: of the requests, -1: it has ended.
+        """
+        if len(rows) == 1:  # in plain numbers, which are quicker than arrays of one
+            (row,), (who,), (asked,) = rows, outcome.who, outcome.asked
+            if row >= 0 and who >= 0 and asked > 0 and who not in outcome.known:
+                self._heard[row, who] = self._step
+                if not outcome.more:
+                    self.acceptance.observe_one(row, who, asked, outcome.accepted[0])
+            return
+        drafts = np.array([rows, outcome.who, outcome.asked, outcome.accepted])
+        learned = (drafts[:2] >= 0).all(0) & (drafts[2] > 0)
+        for a in outcome.known:
+            learned &= drafts[1] != a
+        row, of, asked, accepted = drafts[:, learned]
+        self._heard[row, of] = self._step
+        if not outcome.more:
+            self.acceptance.observe(row, of, asked, accepted)
 
     def _learn_plan(self, outcome: StepOutcome) -> None:
         """Learn what comes of plans, of those with deeper drafts apart."""
@@ -523,9 +531,11 @@ class DraftPolicy:
 
     def _is_as_planned(self, outcome: StepOutcome) -> bool:
         """Return whether a step need not be learned from: of those of one request, which are the
-        shortest, every fourth one tells enough where they take what they were planned to."""
+        shortest, and of those that keep to a plan, every fourth one tells enough where they take
+        what they were planned to."""
         plan = outcome.plan
-        if plan is None or outcome.seconds is None or len(outcome.who) > 1:
+        is_many = len(outcome.who) > 1
+        if plan is None or outcome.seconds is None or (is_many and not outcome.is_kept):
             return False
         self._told = (self._told + 1) % _TOLD
         near = abs(outcome.seconds - plan.seconds) < _NEAR_PLANNED * plan.seconds
@@ -552,16 +562,22 @@ class DraftPolicy:
             self._free.append(row)
 
     def work_of(self, outcome: StepOutcome) -> StepWork:
-        """Return what was done in a step."""
+        """Return what was done in a step: mostly the same as in the one before it."""
+        done = outcome.who, outcome.asked, outcome.nodes, outcome.context
+        if self._worked is None or self._worked[0] != done:
+            self._worked = done, self._new_work(outcome)
+        return self._worked[1]
+
+    def _new_work(self, outcome: StepOutcome) -> StepWork:
         algorithms, nodes = self.costs.algorithms, outcome.nodes
         depths, requests, drafted, asked = ([0] * algorithms for _ in range(4))
-        for a in range(algorithms):
-            each = zip(outcome.who, outcome.asked, nodes, strict=True)
-            mine = [(depth, n) for who, depth, n in each if who == a and depth > 0]
-            if mine:
-                own, made = zip(*mine, strict=True)
-                requests[a], depths[a] = len(mine), max(own)
-                asked[a], drafted[a] = sum(own), sum(made)
+        for a, depth, made in zip(outcome.who, outcome.asked, nodes, strict=True):
+            if depth > 0 and a >= 0:
+                requests[a] += 1
+                asked[a] += depth
+                drafted[a] += made
+                if depth > depths[a]:
+                    depths[a] = depth
         return StepWork(
             bs=len(nodes),
             rows=len(nodes) + sum(nodes),
@@ -602,13 +618,13 @@ def _form_of(plan: Plan, known: Collection[int]) -> DraftForm | None:
     Args:
         known: the algorithms that tell what they draft.
     """
-    drafting = set(plan.who.tolist()) - {-1}
-    own = drafting - set(known)
+    own = plan.drafting.difference(known)
     if len(own) != 1:
         return None
     (algorithm,) = own
-    depth = int(plan.depths[plan.who == algorithm].max())
-    return DraftForm(algorithm, depth, alone=len(drafting) == 1)
+    is_alone = len(plan.drafting) == 1
+    depths = plan.depths if is_alone else plan.depths[plan.who == algorithm]
+    return DraftForm(algorithm, int(depths.max()), is_alone)
 
 
 def _with_known(survival: Array, known: Mapping[int, Rows]) -> Array:

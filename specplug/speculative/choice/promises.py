@@ -70,5 +70,5 @@ def share_that_came(plan: Plan, size: int, tokens: int, seconds: float | None) -
 
 def _drafting(plan: Plan) -> int:
     """Return the algorithm that drafts in a plan, ``_SEVERAL`` or -1: none does."""
-    those = set(plan.who.tolist()) - {-1}
-    return _SEVERAL if len(those) > 1 else those.pop() if those else -1
+    those = plan.drafting
+    return _SEVERAL if len(those) > 1 else next(iter(those), -1)
