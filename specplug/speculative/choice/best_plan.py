@@ -73,6 +73,12 @@ class Plan:
         """Whether anything is drafted."""
         return bool(np.count_nonzero(self.depths))
 
+    @property
+    def of_all(self) -> tuple[int, int] | None:
+        """What drafts for each request, and how deep, where that is the same of all."""
+        both = set(zip(self.who.tolist(), self.depths.tolist(), strict=True))
+        return both.pop() if len(both) == 1 else None
+
     @cached_property
     def drafting(self) -> frozenset[int]:
         """The algorithms that draft for a request."""

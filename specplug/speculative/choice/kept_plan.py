@@ -21,9 +21,10 @@ _KEPT = 3
 """Steps that keep to the plan of the one before them at most, where most of the requests are the
 same and at least ``_SEVERAL``."""
 _SEVERAL = 4
-_IDLE = 8
-"""The most such steps of a plan without drafts, which is kept for twice as many as the one before
-it without: a plan of 256 requests takes a slow host 4 ms, beside steps of 10."""
+_MOST_KEPT, _MOST_IDLE = 6, 8
+"""The most such steps of a plan with drafts, and of one without. One that is as the one before it
+was is kept for twice as many: a plan of 64 requests takes a slow host 2 ms, beside steps of 6, and
+one of 256 takes 4."""
 _FOR_ONE = 16
 """Requests for each of these steps, but for the first, where text is looked up: that changes in few
 steps, and what is gained by a plan is more the fewer there are."""
@@ -121,13 +122,13 @@ class KeptPlan:
         launched: LaunchedStep,
         room: Room,
         known: Mapping[int, Rows],
-        idle: int,
+        alike: int,
     ) -> Self | None:
         """Return a plan that was just made, as the next steps may keep to it; None: they may not.
 
         Args:
             known: by algorithm what was foreseen.
-            idle: how many plans in a row before it were without drafts, as it is; 0 if it has some.
+            alike: how many plans in a row before it were as it is.
         """
         size = len(told.who)
         if plan.reason not in (BEST, NOTHING_PAYS):  # no trial is kept
@@ -135,7 +136,9 @@ class KeptPlan:
         if size >= _SEVERAL:
             is_told = any(np.any(np.asarray(rows)[:, 0]) for rows in known.values())
             left = max(1, min(_KEPT, size // _FOR_ONE)) if is_told else _KEPT
-            left = min(left << min(idle, _IDLE), _IDLE)
+            most = _MOST_KEPT if plan.drafts else _MOST_IDLE
+            if not (plan.drafts and is_told):
+                left = min(left << min(alike, most), most)
             return cls(plan, told, launched, room, left)
         return cls(plan, told, launched, room, _KEPT, known) if size == 1 and known else None
 

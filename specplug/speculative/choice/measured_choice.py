@@ -65,7 +65,8 @@ class MeasuredChoice:
         self._places: dict[str, int] = {}
         self._room: Room | None = None
         self._kept: KeptPlan | None = None
-        self._idle = 0  # plans in a row without drafts
+        # What the last plan told all requests, and how many before it told the same.
+        self._alike: tuple[tuple[int, int] | None, int] = None, 0
         self._told: list[Hindsight] = []  # since a step was last processed
         self._launched: deque[LaunchedStep] = deque(maxlen=_MOST_LAUNCHED)
         self._on_cpu = True
@@ -171,15 +172,20 @@ class MeasuredChoice:
             expected_tokens=plan.tokens,
             expected_seconds=plan.seconds if policy.costs.is_measured else None,
         )
-        if plan.drafts:
-            self._idle = 0
-        self._kept = KeptPlan.of(plan, told, launched, self._room, known, self._idle)
+        self._kept = KeptPlan.of(plan, told, launched, self._room, known, self._count_alike(plan))
         if self._kept is not None and plan.drafts and len(ids) > 1 and choices.takes_budget:
             deeper = policy.deepened(plan, self._room.depths, known)
             if deeper is not None:
                 self._kept.deepen(*deeper)
-        self._idle += not plan.drafts
         return told
+
+    def _count_alike(self, plan: Plan) -> int:
+        """Return how many plans in a row before this one told all requests the same."""
+        before, count = self._alike
+        own = plan.of_all
+        count = count + 1 if own is not None and own == before else 0
+        self._alike = own, count
+        return count
 
     def _budget(self, choices: DraftChoices, most_nodes: Sequence[int]) -> int | None:
         """Return the rows of the largest recorded pass, where text that is looked up may give more:

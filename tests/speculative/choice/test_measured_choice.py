@@ -229,6 +229,26 @@ def test_plans_without_drafts_are_kept_for_longer_and_longer(
     assert [steps_kept() for _ in steps] == steps
 
 
+@pytest.mark.parametrize(("told", "steps"), [(False, [3, 6, 6]), (True, [1, 1, 1])])
+def test_plan_as_the_one_before_it_is_kept_for_longer(
+    told: bool, steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, depths = 16, [2] * 3 + [1]
+    made = [
+        Plan(who=np.ones(size, int), depths=np.full(size, depth), tokens=size, seconds=1.0)
+        for depth in depths
+    ]
+    plans = iter(made)
+    monkeypatch.setattr(DraftPolicy, "plan", lambda *given: next(plans))
+    names, choice = [str(place) for place in range(size)], MeasuredChoice(deterministic=True)
+
+    def steps_kept() -> int:
+        plan = planned_of_two(choice, (8,) * size, nothing=() if told else range(size))
+        return len(list(takewhile(plan.__eq__, iter(lambda: kept(choice, names, 8), None))))
+
+    assert [steps_kept() for _ in made] == [*steps, steps[0]]
+
+
 @pytest.mark.parametrize(
     ("names", "most", "nodes"),
     [
