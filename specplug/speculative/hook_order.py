@@ -60,6 +60,7 @@ from specplug.speculative.draft_plan import (
 from specplug.speculative.future_map import FutureMap, is_plain
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.host_copy import upload
+from specplug.speculative.parts_future_map import PartsFutureMap
 from specplug.speculative.planned_drafts import (
     Proposer,
     drafters_of,
@@ -343,6 +344,8 @@ class HookOrder:
         self._hooks = hooks
         self._future_map = future_map
         self.committed = FutureMap(runtime.req_table_size, runtime.device)
+        if isinstance(future_map, PartsFutureMap) and not hooks.reads_map:
+            future_map.read_ends(self.committed)
         self.calibration = Calibration(runtime.req_table_size, runtime.device)
         config = runtime.config
         self.deepest = min(config.num_steps, config.num_draft_tokens - 1)

@@ -306,7 +306,9 @@ class Part:
             if self._feeds_ahead:
                 self._drafted = frozenset([request.request_id for request in batch.requests])
             self._feed(batch)
-            state = self._hooks.resolve(self.future_map, batch.req_indices.clone())[1].state
+            rows = batch.req_indices
+            rows = rows if is_plain(self.future_map) else rows.clone()
+            state = self._hooks.resolve(self.future_map, rows)[1].state
             given = DraftInput(bonus_tokens=roots.clone(), state=state)
         return self._hooks.propose(self._runtime, self._lend(batch), given, roots=roots)
 
@@ -427,10 +429,17 @@ def _even_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     for."""
     if not tensors[0].is_cuda:  # a copy takes less there than to put them together
         return [tensor.clone() for tensor in tensors]
-    pieces: list[Tensor] = []
-    for tensor in tensors:
-        pieces += [tensor, tensor[: len(tensor) % 2]]
-    return list(torch.split(torch.cat(pieces), [len(piece) for piece in pieces])[::2])
+    return _even_pieces(tensors)
+
+
+def _even_pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies as ``_even_copies`` does, put together."""
+    sizes = [tensor.numel() for tensor in tensors]
+    if not any(size % 2 for size in sizes):
+        return list(torch.cat(list(tensors)).split_with_sizes(sizes))
+    pieces = [piece for tensor in tensors for piece in (tensor, tensor[: tensor.numel() % 2])]
+    sizes = [piece.numel() for piece in pieces]
+    return list(torch.cat(pieces).split_with_sizes(sizes)[::2])
 
 
 @attrs.frozen(eq=False)
