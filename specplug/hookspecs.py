@@ -308,7 +308,9 @@ def foresee_drafts(runtime: Runtime, requests: Sequence[RequestView]) -> Foresee
     drafted, and so learns how often such scores come true. Where nothing that was committed is
     unknown to the algorithm, it goes by the scores of the very draft that it would get; else by
     what came of drafts that were made a step after one had foreseen so much. What is asked for
-    then by ``propose`` is to be drafted as it was foreseen, or from what was read since.
+    then by ``propose`` is to be drafted as it was foreseen, or from what was read since. A plan may
+    take what was foreseen as it is (``DraftPlan.as_foreseen``): then ``propose`` is not called for
+    it, and the core goes on in the chain after the tokens that the algorithm has not read.
 
     What steps have left by ``DraftInput(host=…)`` and has come to the host is told by
     ``on_host_tensors`` before. Nothing waits for the device: so an algorithm may not have read yet
@@ -344,8 +346,9 @@ def plan_drafts(runtime: Runtime, batch: Batch, choices: DraftChoices) -> DraftP
         called where nobody drafts. What a request does not allow is not drafted, whatever the plan
         says. After ``propose`` the batch is cut to the plan's ``verify_budget``: it is a number
         that the host chooses before it knows a draft, and which nodes are kept is found on the
-        device, by their calibrated scores. Some hosts do not heed it. None: the first algorithm
-        that a request allows drafts, as much as it can.
+        device, by their calibrated scores. Some hosts do not heed it. By ``as_foreseen`` drafts are
+        taken as ``foresee_drafts`` told them, and no device waits for ``propose``. None: the first
+        algorithm that a request allows drafts, as much as it can.
     """
 
 

@@ -211,6 +211,7 @@ class DraftChoices:
             who=tuple(who),
             most_nodes=tuple(nodes),
             verify_budget=self._bound_budget(plan.verify_budget, sum(nodes)),
+            as_foreseen=plan.as_foreseen,
             reason=plan.reason,
             expected_tokens=plan.expected_tokens,
             expected_seconds=plan.expected_seconds,
@@ -235,6 +236,11 @@ class DraftPlan:
             included, at least bs; None: all that are drafted. The core keeps those that survive
             most likely, by the calibrated scores of the drafts, on the device. A host that cannot
             (``DraftChoices.takes_budget``) verifies all. The run's own budget binds too.
+        as_foreseen: algorithms that say what they would draft (``foresee_drafts``) are taken at
+            their word, and so many nodes of it are verified at most, the roots not counted: the
+            likeliest. They are not asked to ``propose``, which waits for what the running step
+            commits: on the device the core goes on after that in what they foresaw, whether or not
+            it is what they foresaw. None: they are asked.
         reason: why it is so, in a few words for people; nothing goes by it. "": it is not said.
         expected_tokens: that the step is expected to give, of all requests, the bonus tokens
             included; None: it is not estimated.
@@ -244,6 +250,7 @@ class DraftPlan:
     who: tuple[int, ...]
     most_nodes: tuple[int, ...]
     verify_budget: int | None = None
+    as_foreseen: int | None = None
     reason: str = ""
     expected_tokens: float | None = None
     expected_seconds: float | None = None
@@ -279,6 +286,9 @@ class DraftPlan:
                 f"verify_budget={shown(budget)}; expected an integer of at least {size}, one node "
                 "for each request, or None"
             )
+        nodes = self.as_foreseen
+        if not (nodes is None or (type(nodes) is int and nodes >= 0)):
+            raise ValueError(f"as_foreseen={shown(nodes)}; expected a number of nodes, or None")
         if not isinstance(self.reason, str):
             raise ValueError(f"reason={shown(self.reason)}; expected a text")
         for name in ("expected_tokens", "expected_seconds"):

@@ -57,6 +57,8 @@ Made = TypeVar("Made", bound=attrs.AttrsInstance)
 
 _RIGHT = "right"
 """The name under which hindsight goes to the host."""
+_MOST_KNOWN = 1 << 40
+"""Tokens that no text has."""
 _MOST_SENT = 16
 """Steps in a row, without a draft, whose tensors for the host are handed over together: one after
 another takes longer, since a pass has run between them."""
@@ -670,6 +672,12 @@ def _check_foreseen(plugins: PluginGuard, foreseen: ForeseenDrafts, size: int) -
         found = f"tokens {described(tokens)}, scores {described(scores)}"
         counts = f"{len(foreseen.known)} known"
         plugins.refuse(hook, f"gave {found} and {counts}", f"them of {size} requests")
+    known = foreseen.known
+    if not (
+        set(map(type, known)) <= {int}
+        and 0 <= min(known, default=0) <= max(known, default=0) < _MOST_KNOWN
+    ):
+        plugins.refuse(hook, f"gave known={shown(known)}", "numbers of tokens")
 
 
 def _check_form(plugins: PluginGuard, hook: str, draft: Draft, *, values: bool) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from itertools import pairwise
 from typing import Any
 
+import attrs
 import pytest
 from draft_dice import Dice, Reports
 
@@ -25,9 +26,12 @@ from specplug import (
 )
 from specplug.speculative import hook_calls
 from specplug.speculative.choice.cut_depths import CutDepths
-from specplug.speculative.choice.kept_plan import LIKELIEST
+from specplug.speculative.choice.kept_plan import FORESEEN, LIKELIEST
 from specplug.speculative.choice.measured_choice import MeasuredChoice
+from specplug.speculative.choice.tried_ways import TriedWays
+from specplug.speculative.foreseen_draft import ForeseenStep
 from specplug.speculative.part import Part
+from specplug_ngram.worker import NgramWorker
 
 TEXT = "def area(width, height):\n    return width * height\n\n\ndef "
 PROMPTS = [
@@ -331,15 +335,82 @@ def test_foresight_after_kept_plans_lacks_no_more(monkeypatch: pytest.MonkeyPatc
     assert not any(lacked)
 
 
-def test_wrong_foresight_is_told_with_the_hook() -> None:
+class AsForeseen(Reports):
+    """Has the first algorithm draft what it foresaw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current: set[bool] = set()
+
+    @hookimpl
+    def plan_drafts(self, choices: DraftChoices) -> DraftPlan:
+        self.current.add(choices.foreseen[0].is_current)
+        who = (0,) * choices.size
+        return DraftPlan(who=who, most_nodes=choices.most_nodes, as_foreseen=64)
+
+
+@pytest.mark.parametrize("algorithm", ["NGRAM,EAGLE3", "NGRAM"])
+@pytest.mark.parametrize("takes_time", [True, False])
+def test_drafts_are_taken_as_they_were_foreseen(
+    algorithm: str, takes_time: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of text that is copied they go on after what the running step commits."""
+    monkeypatch.setattr("specplug.debug.DEBUG", True)
+    monkeypatch.setattr(hook_calls, "_takes_time", lambda runtime: takes_time)
+    monkeypatch.setattr(NgramWorker, "propose", None)  # nobody asks
+    seen = AsForeseen()
+    params = SamplingParams(max_tokens=64, ignore_eos=True)
+    given = {**SMALL, "extensions": [seen]}
+    with LLM(speculative_algorithm=algorithm, **given) as llm:
+        found = llm.generate([TEXT + TEXT, TEXT], params)
+    with LLM(speculative_algorithm="NONE", **SMALL) as llm:
+        wanted = llm.generate([TEXT + TEXT, TEXT], params)
+    assert [output.token_ids for output in found] == [output.token_ids for output in wanted]
+    assert seen.current == {not takes_time}
+    lens = [length for report in seen.reports for length in report.accept_lens]
+    assert max(lens) > 4  # a chain of seven, after some that the running step had
+    assert sum(lens) > 1.25 * len(lens)
+
+
+def test_choice_takes_foreseen_drafts(plain: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specplug.debug.DEBUG", True)
+    monkeypatch.setattr(hook_calls, "_takes_time", lambda runtime: runtime.overlap)
+    monkeypatch.setattr(TriedWays, "choose", lambda known, form: 1)
+    seen, taken, draft = Reports(), list[ForeseenStep](), ForeseenStep.draft
+
+    def watched(step: ForeseenStep, *given: Any) -> Draft:
+        taken.append(step)
+        return draft(step, *given)
+
+    monkeypatch.setattr(ForeseenStep, "draft", watched)
+    given = {**SMALL, "draft_choice": "measured"}
+    with LLM(speculative_algorithm="NGRAM,EAGLE3", extensions=[seen], **given) as llm:
+        outputs = llm.generate(3 * PROMPTS, 3 * PARAMS)
+    assert [output.token_ids for output in outputs] == 3 * plain
+    assert FORESEEN in {report.reason for report in seen.reports}
+    assert len(taken) == len(set(taken)) > 0  # of each step anew
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        (lambda size: ForeseenDrafts.untold(size + 1), "tokens .* of 1 requests"),
+        (
+            lambda size: attrs.evolve(ForeseenDrafts.untold(size), known=(1 << 70,) * size),
+            r"known=\(\d+,\); expected numbers of tokens",
+        ),
+    ],
+)
+def test_wrong_foresight_is_told_with_the_hook(told: Any, why: str) -> None:
     class Wrong(Dice):
         @hookimpl
         def foresee_drafts(self, requests: Any) -> ForeseenDrafts:
-            return ForeseenDrafts.untold(len(requests) + 1)
+            made: ForeseenDrafts = told(len(requests))
+            return made
 
     with (
         LLM(speculative_algorithm="EAGLE3", **{**SMALL, "extensions": [Wrong()]}) as llm,
-        pytest.raises(PluginError, match=r"foresee_drafts\(\) gave tokens .* of 1 requests"),
+        pytest.raises(PluginError, match=rf"foresee_drafts\(\) gave {why}"),
     ):
         llm.generate(TEXT, SamplingParams(max_tokens=4))
 

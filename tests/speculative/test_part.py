@@ -9,7 +9,7 @@ from specplug.speculative.part import _even_pieces
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 4, 64), (1, 1, 5, 2), (63, 63, 126)])
-def test_copies_that_are_put_together_begin_as_kernels_are_compiled_for(
+def test_joint_copies_begin_as_kernels_are_compiled_for(
     sizes: tuple[int, ...],
 ) -> None:
     tensors = [torch.arange(size) + 100 * place for place, size in enumerate(sizes)]

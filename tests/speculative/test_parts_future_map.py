@@ -28,7 +28,7 @@ def publish(future_map: FutureMap, length: int) -> None:
     future_map.publish(ROWS, lens, output)
 
 
-def test_lengths_and_tokens_are_the_cores_where_nobody_reads_others() -> None:
+def test_ends_are_the_cores_where_nobody_reads_others() -> None:
     committed, own = FutureMap(4, CPU), FutureMap(4, CPU)
     parts = PartsFutureMap(own, ())
     publish(parts, 5)

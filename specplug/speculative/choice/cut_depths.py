@@ -14,19 +14,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import attrs
 import numpy as np
+
+from specplug.speculative.choice.tried_ways import TriedWays
 
 _DEEPER = 0, 1, 2
 """How much deeper is tried."""
-_FIRST_STEPS = 6
-"""Steps for which each is tried at first, and in a row."""
-_AGAIN = 240
-"""Steps of a form after which what is not used is tried again, for half as many."""
-_LEARNS = 1 / 8
-"""What one step counts."""
-_LEAST_GAIN = 1.01
-"""How many times as many tokens a second deeper drafts have to give."""
 _SEEN, _LEAST_SEEN = 256, 64
 """Chances of first tokens that are kept of each algorithm, and how many tell something."""
 _LOOKED_AT = 8
@@ -50,42 +43,6 @@ class DraftForm(NamedTuple):
     alone: bool
 
 
-@attrs.define(eq=False)
-class _Tried:
-    """What came of drafts that were so much deeper.
-
-    Attributes:
-        came: tokens a second, as a share of what plans promised.
-        steps: of which that was learned.
-        step: the last one, among those of its form.
-    """
-
-    came: float = 1.0
-    steps: int = 0
-    step: int = 0
-
-    def learn(self, came: float, step: int) -> None:
-        """Learn from a step."""
-        self.steps += 1
-        self.came += max(_LEARNS, 1 / self.steps) * (came - self.came)
-        self.step = step
-
-
-@attrs.define(eq=False)
-class _Form:
-    """Of plans of one form.
-
-    Attributes:
-        tried: by how much deeper drafts are, 0 first.
-        step: steps so far.
-        trying: what is tried now, for so many steps more.
-    """
-
-    tried: list[_Tried] = attrs.field(factory=lambda: [_Tried() for _ in _DEEPER])
-    step: int = 0
-    trying: tuple[int, int] = (0, 0)
-
-
 class CutDepths:
     """What was learned of a run.
 
@@ -97,7 +54,7 @@ class CutDepths:
         self._chances = [deque[float](maxlen=_SEEN) for _ in range(algorithms)]
         self._unlike = [False] * algorithms
         self._waiting = [0] * algorithms  # steps until they are looked at again
-        self._forms: dict[DraftForm, _Form] = {}
+        self._ways = TriedWays(len(_DEEPER))
 
     def note(self, algorithm: int, chances: Sequence[float]) -> None:
         """Note how likely the first tokens of a step's drafts were to be accepted, as their scores
@@ -112,32 +69,13 @@ class CutDepths:
 
     def deeper(self, form: DraftForm) -> int:
         """Return how much deeper the next steps of this form draft; 0: not at all."""
-        if not self._unlike[form.algorithm]:
-            return 0
-        known = self._forms.setdefault(form, _Form())
-        more, left = known.trying
-        if left > 0:
-            return more
-        for more in _DEEPER:
-            tried = known.tried[more]
-            is_new = tried.steps < _FIRST_STEPS
-            if is_new or known.step - tried.step >= _AGAIN:
-                known.trying = more, _FIRST_STEPS if is_new else _FIRST_STEPS // 2
-                return more
-        best = max(_DEEPER, key=lambda more: known.tried[more].came)
-        return best if known.tried[best].came > _LEAST_GAIN * known.tried[0].came else 0
+        return _DEEPER[self._ways.choose(form)] if self._unlike[form.algorithm] else 0
 
     def learn(self, form: DraftForm, more: int, came: float) -> None:
-        """Learn from a step that kept to a plan. The one that was planned takes longer, by what the
-        plan does.
+        """Learn from a step that kept to a plan.
 
         Args:
             more: how much deeper its drafts were.
             came: its tokens a second, as a share of what its plan promised.
         """
-        known = self._forms.setdefault(form, _Form())
-        known.step += 1
-        known.tried[more].learn(came, known.step)
-        trying, left = known.trying
-        if more == trying and left:
-            known.trying = trying, left - 1
+        self._ways.learn(form, _DEEPER.index(more), came)

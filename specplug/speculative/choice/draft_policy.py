@@ -35,6 +35,7 @@ from specplug.speculative.choice.trials import (
     hope,
     hoped_share,
 )
+from specplug.speculative.choice.tried_ways import TriedWays
 
 Array = np.ndarray
 Rows = Array | Sequence[Sequence[float]]
@@ -80,6 +81,8 @@ class StepOutcome:
         is_kept: whether it kept to the plan of one before it.
         more: how much deeper than planned the drafts were whose likeliest nodes were verified: that
             these are accepted says nothing of the others.
+        waits: whether a device waited for drafts that a host made. False: these were taken as they
+            were foreseen. None: there were none, or it is not told.
         plan: of the step; None: it had none, or it is not told.
     """
 
@@ -96,6 +99,7 @@ class StepOutcome:
     chances: Sequence[float] = ()
     is_kept: bool = False
     more: int = 0
+    waits: bool | None = None
     plan: Plan | None = None
 
 
@@ -122,6 +126,7 @@ class DraftPolicy:
         self._catch_ups = CatchUps(algorithms)
         self._promises = Promises()
         self._cut_depths = CutDepths(algorithms)
+        self._waits = TriedWays(2)  # or not
         self._compiled = compiled
         self._rows: dict[str, int] = {}
         self._free: list[int] = []
@@ -463,6 +468,20 @@ class DraftPolicy:
             return None
         return more, depths, self.costs.padded_rows(len(depths) + int(plan.depths.sum()))
 
+    def foreseen_nodes(self, plan: Plan, early: Collection[int]) -> int | None:
+        """Return how many nodes the steps that keep to a plan take of what was foreseen a step too
+        early: as many as were planned, and those that padding makes free. None: they wait for the
+        host's drafts, which are better.
+
+        Args:
+            early: the algorithms that foresaw it.
+        """
+        if not self._waits.choose(plan.drafting):
+            return None
+        rows = len(plan.who) + int(plan.depths.sum())
+        own = int(plan.depths[np.isin(plan.who, list(early))].sum())
+        return own + self.costs.padded_rows(rows) - rows
+
     def _learn_drafts(self, outcome: StepOutcome, rows: Sequence[int]) -> None:
         """Learn how much was accepted of what each request's algorithm has drafted.
 
@@ -494,15 +513,19 @@ class DraftPolicy:
         tokens = size + sum(outcome.accepted)
         if not outcome.more:
             self._promises.learn(plan, size, tokens, seconds)
-        form = _form_of(plan, outcome.known) if size > 1 else None
-        if form is None:  # one request has no other's nodes to be preferred
+        if size == 1:  # it has no other's nodes to be preferred, and asks again in each step
             return
-        if not outcome.more:
+        came = share_that_came(plan, size, tokens, seconds) if seconds else None
+        form = _form_of(plan, outcome.known)
+        if form is not None and not outcome.more:
             every = zip(outcome.who, outcome.chances, strict=False)
             first = [chance for who, chance in every if who == form.algorithm and chance > 0]
             self._cut_depths.note(form.algorithm, first)
-        if seconds and outcome.is_kept:
-            came = share_that_came(plan, size, tokens, seconds)
+        if came is None or not outcome.is_kept:
+            return
+        if outcome.waits is not None and not outcome.more:
+            self._waits.learn(plan.drafting, int(not outcome.waits), came)
+        if form is not None and outcome.waits is not False:
             self._cut_depths.learn(form, outcome.more, came)
 
     def hear(self, algorithm: int, request_ids: Sequence[str], right: Array) -> None:
@@ -527,7 +550,13 @@ class DraftPolicy:
 
     def _learn_cost(self, outcome: StepOutcome, work: StepWork, *, trusted: bool = False) -> None:
         if outcome.seconds is not None and not self._is_as_planned(outcome):
-            self.costs.observe(work, outcome.seconds, outcome.draft_seconds, trusted=trusted)
+            self.costs.observe(
+                work,
+                outcome.seconds,
+                outcome.draft_seconds,
+                trusted=trusted,
+                waited=outcome.waits is not False,
+            )
 
     def _is_as_planned(self, outcome: StepOutcome) -> bool:
         """Return whether a step need not be learned from: of those of one request, which are the
@@ -545,6 +574,8 @@ class DraftPolicy:
         """Learn how much longer drafting takes where an algorithm is caught up: no longer than a
         step, since nobody would draft again after one that stood still."""
         if None in (outcome.seconds, outcome.draft_seconds) or not self.costs.is_measured:
+            return
+        if outcome.waits is False:  # drafting takes another time then
             return
         assert outcome.draft_seconds is not None
         more = outcome.draft_seconds - self.costs.draft_seconds(work)

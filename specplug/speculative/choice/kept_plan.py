@@ -15,6 +15,7 @@ from specplug.speculative.choice.foresight import Rows
 from specplug.speculative.draft_plan import DraftChoices, DraftPlan
 
 LIKELIEST = "the likeliest nodes of deeper drafts"
+FORESEEN = "drafts as they were foreseen"
 DEEPEST = 63
 """The most nodes after the root that are planned for a request."""
 _KEPT = 3
@@ -50,6 +51,7 @@ class LaunchedStep:
         plan: of the step; None: there was no room.
         is_kept: whether it keeps to the plan of one before it.
         more: how much deeper than planned the drafts are whose likeliest nodes are verified.
+        waits: whether a device waits for drafts that a host makes; None: there are none.
     """
 
     request_ids: tuple[str, ...]
@@ -58,6 +60,7 @@ class LaunchedStep:
     plan: Plan | None = None
     is_kept: bool = False
     more: int = 0
+    waits: bool | None = None
 
 
 @attrs.frozen(eq=False)
@@ -101,6 +104,8 @@ class KeptPlan:
             again. Empty: nobody needs to be asked.
         more: how much deeper these draft, of which the likeliest nodes are verified. The step that
             was planned does not: of it is learned how likely all are.
+        waits: as in ``LaunchedStep``, of these. The step that was planned waits: of it is learned
+            what that takes.
         goes_on: whether all of what was looked up for it was accepted in the last step that is
             known. Mostly it is in the next one too, so that nobody needs to be asked.
     """
@@ -113,6 +118,7 @@ class KeptPlan:
     known: Mapping[int, Rows] = attrs.field(factory=dict)
     goes_on: bool = False
     more: int = 0
+    waits: bool | None = None
 
     @classmethod
     def of(
@@ -161,6 +167,11 @@ class KeptPlan:
         )
         self.more = more
 
+    def take_foreseen(self, nodes: int) -> None:
+        """Have the steps that keep to it take the likeliest ``nodes`` that were foreseen."""
+        self.waits = False
+        self.told = attrs.evolve(self.told, as_foreseen=nodes, reason=FORESEEN)
+
     @property
     def asks_nobody(self) -> bool:
         """Whether it may be kept without asking what would be drafted."""
@@ -194,7 +205,13 @@ class KeptPlan:
         budget, reason = told.verify_budget, told.reason
         budget = budget if budget is None else max(budget, len(ids))
         return choices.bound(
-            DraftPlan(who=who, most_nodes=nodes, verify_budget=budget, reason=reason)
+            DraftPlan(
+                who=who,
+                most_nodes=nodes,
+                verify_budget=budget,
+                as_foreseen=told.as_foreseen,
+                reason=reason,
+            )
         )
 
     def is_of_one(self, ids: tuple[str, ...], room: Room, known: Mapping[int, Rows]) -> bool:

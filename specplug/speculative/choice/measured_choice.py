@@ -137,8 +137,13 @@ class MeasuredChoice:
         policy = self._policy
         assert policy is not None
         policy.keep(ids, kept.plan, told.who)
-        launched = LaunchedStep(
-            ids, kept.launched.context, known, kept.plan, is_kept=True, more=kept.more
+        launched = attrs.evolve(
+            kept.launched,
+            request_ids=ids,
+            known=known,
+            is_kept=True,
+            more=kept.more,
+            waits=kept.waits,
         )
         self._launched.append(launched)
         return told
@@ -173,11 +178,35 @@ class MeasuredChoice:
             expected_seconds=plan.seconds if policy.costs.is_measured else None,
         )
         self._kept = KeptPlan.of(plan, told, launched, self._room, known, self._count_alike(plan))
-        if self._kept is not None and plan.drafts and len(ids) > 1 and choices.takes_budget:
-            deeper = policy.deepened(plan, self._room.depths, known)
-            if deeper is not None:
-                self._kept.deepen(*deeper)
+        if self._kept is not None and plan.drafts and len(ids) > 1:
+            self._vary(self._kept, choices, known, early)
         return told
+
+    def _vary(
+        self,
+        kept: KeptPlan,
+        choices: DraftChoices,
+        known: Mapping[int, Rows],
+        early: Collection[int],
+    ) -> None:
+        """Let the steps that keep to a plan of several requests draft otherwise, where that is
+        found to give more.
+
+        Args:
+            known: by algorithm what was foreseen.
+            early: those that foresaw it a step too early.
+        """
+        policy, plan = self._policy, kept.plan
+        assert policy is not None
+        assert self._room is not None
+        deeper = policy.deepened(plan, self._room.depths, known) if choices.takes_budget else None
+        if deeper is not None:
+            kept.deepen(*deeper)
+        elif not plan.drafting.isdisjoint(early):
+            kept.waits = True
+            nodes = policy.foreseen_nodes(plan, early)
+            if nodes is not None:
+                kept.take_foreseen(nodes)
 
     def _count_alike(self, plan: Plan) -> int:
         """Return how many plans in a row before this one told all requests the same."""
@@ -226,6 +255,7 @@ class MeasuredChoice:
             chances=_first_chances(report),
             is_kept=launched.is_kept,
             more=launched.more,
+            waits=launched.waits,
             caught_up=[self._places[each] for each in report.caught_up if each in self._places],
             plan=launched.plan,
         )

@@ -249,6 +249,7 @@ class StepCosts:
         draft_seconds: float | None = None,
         *,
         trusted: bool = False,
+        waited: bool = True,
     ) -> None:
         """Learn how long a step took.
 
@@ -256,11 +257,17 @@ class StepCosts:
             seconds: of the whole step.
             draft_seconds: how many of them the drafting took; None: not known apart.
             trusted: as in ``CostFilter.observe``.
+            waited: whether drafting took what it does: not where drafts of a host were taken as
+                they were foreseen. Then of the target alone is learned.
         """
         if self._is_fixed or not seconds > 0:
             return
         whole = None if trusted else seconds
         part = DRAFTED if any(work.requests) else PLAIN
+        if not waited:
+            if draft_seconds is not None and draft_seconds < seconds:
+                self._learn(work, seconds - draft_seconds, part, (True, False), whole)
+            return
         if draft_seconds is None or part == PLAIN or draft_seconds >= seconds:
             self._learn(work, seconds, part, (True, True), whole)
             return

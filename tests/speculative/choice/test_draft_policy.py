@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from draft_simulator import Machine, Run, best_fixed, outcome_of, plain, simulate, survival
 
-from specplug.speculative.choice.best_plan import BEST
+from specplug.speculative.choice.best_plan import BEST, Plan
 from specplug.speculative.choice.draft_policy import DraftPolicy, StepOutcome
 from specplug.speculative.choice.step_cost import CPU_COSTS, GPU_COSTS, StepCosts
 
@@ -408,3 +408,28 @@ def test_drafts_of_unlike_chances_are_deeper_and_cut(unlike: bool) -> None:
     for _ in range(40):
         policy.observe(outcome_of(plan, ids, plan.depths, more=1))
     assert policy.acceptance.survival(range(64))[:, 0, 0].mean() < 0.7
+
+
+@pytest.mark.parametrize(("seconds", "nodes"), [(0.0052, True), (0.006, False)])
+def test_kept_steps_take_what_was_foreseen_if_it_pays(seconds: float, nodes: bool) -> None:
+    """Each way is tried first, and those that wait tell what drafting takes."""
+    declared = [GPU_COSTS.of_text(), GPU_COSTS]
+    policy = DraftPolicy(StepCosts(2, declared, padded=True, waiting=[0]), 8)
+    ids, most = tuple(map(str, range(16))), np.full((16, 2), 8)
+    plan = Plan(
+        who=np.arange(16) % 2,
+        depths=np.full(16, 2),
+        tokens=32.0,
+        seconds=0.006,
+    )
+    policy.plan(ids, most)
+    found = []
+    for _ in range(60):
+        took = policy.foreseen_nodes(plan, {0})
+        found.append(took)
+        waits, accepted = took is None, np.ones(16, dtype=int)
+        time = 0.006 if waits else seconds
+        policy.observe(outcome_of(plan, ids, accepted, seconds=time, is_kept=True, waits=waits))
+    # Of the first step it is not known what others take. 48 rows need no padding.
+    assert found[1:13] == [None] * 6 + [16] * 6
+    assert {each is not None for each in found[13:]} == {nodes}

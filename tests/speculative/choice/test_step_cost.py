@@ -96,6 +96,17 @@ def test_drafting_is_learned_apart() -> None:
     )
 
 
+def test_of_drafts_nobody_waited_for_the_pass_is_learned() -> None:
+    costs = StepCosts(1, CPU_COSTS, padded=False)
+    for _ in range(60):
+        costs.observe(work(1), 0.004)
+        costs.observe(work(3, depth=2), 0.007, 0.002)
+    for _ in range(60):
+        costs.observe(work(3, depth=2), 0.0061, 0.0001, waited=False)
+    assert costs.draft_seconds(work(3, depth=2)) == pytest.approx(0.002, rel=0.3)
+    assert costs.curve(1, 0, 3)[3] == pytest.approx(0.006, rel=0.03)
+
+
 def test_fixed_costs_stay_as_declared() -> None:
     costs = StepCosts(1, CPU_COSTS, padded=False, is_fixed=True)
     before = costs.seconds(work(1))
