@@ -104,8 +104,7 @@ class KeptPlan:
             again. Empty: nobody needs to be asked.
         more: how much deeper these draft, of which the likeliest nodes are verified. The step that
             was planned does not: of it is learned how likely all are.
-        waits: as in ``LaunchedStep``, of these. The step that was planned waits: of it is learned
-            what that takes.
+        waits: as in ``LaunchedStep``, of these.
         goes_on: whether all of what was looked up for it was accepted in the last step that is
             known. Mostly it is in the next one too, so that nobody needs to be asked.
     """

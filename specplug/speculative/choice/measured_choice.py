@@ -16,7 +16,7 @@ from specplug.speculative.choice.benefit import Benefit, TakenSteps
 from specplug.speculative.choice.best_plan import Plan, load_plans
 from specplug.speculative.choice.draft_policy import NO_ROOM, DraftPolicy, StepOutcome
 from specplug.speculative.choice.foresight import Foresight, Rows
-from specplug.speculative.choice.kept_plan import DEEPEST, KeptPlan, LaunchedStep, Room
+from specplug.speculative.choice.kept_plan import DEEPEST, FORESEEN, KeptPlan, LaunchedStep, Room
 from specplug.speculative.choice.rank_costs import RankCosts
 from specplug.speculative.choice.step_cost import CPU_COSTS, GPU_COSTS, StepCosts
 from specplug.speculative.draft_plan import (
@@ -40,6 +40,9 @@ _ON_DEVICE = "propose", "target", "verify", "extend", "receive"
 
 _MOST_LAUNCHED = 8
 """Steps that are planned and not processed at most."""
+_WAITS = 4
+"""Of so many planned steps one waits for the host's drafts where those that keep to it do not: of
+it is learned what that takes."""
 
 
 class MeasuredChoice:
@@ -67,6 +70,7 @@ class MeasuredChoice:
         self._kept: KeptPlan | None = None
         # What the last plan told all requests, and how many before it told the same.
         self._alike: tuple[tuple[int, int] | None, int] = None, 0
+        self._since_wait = 0  # planned steps that did not wait
         self._told: list[Hindsight] = []  # since a step was last processed
         self._launched: deque[LaunchedStep] = deque(maxlen=_MOST_LAUNCHED)
         self._on_cpu = True
@@ -165,7 +169,6 @@ class MeasuredChoice:
             return self._keep(kept, ids, tuple(known), kept.told)
         plan = policy.plan(ids, self._room.depths, context, known)
         launched = LaunchedStep(ids, context, tuple(known), plan)
-        self._launched.append(launched)
         early = {a: rows for a, rows in known.items() if not foreseen[a].is_current}
         who, depths = _with_stand_by(plan, self._room.depths, early)
         most_nodes = tuple((1 + depths).tolist())
@@ -180,7 +183,17 @@ class MeasuredChoice:
         self._kept = KeptPlan.of(plan, told, launched, self._room, known, self._count_alike(plan))
         if self._kept is not None and plan.drafts and len(ids) > 1:
             self._vary(self._kept, choices, known, early)
+            if self._kept.waits is False and self._is_to_go_on():
+                nodes = self._kept.told.as_foreseen
+                told = attrs.evolve(told, as_foreseen=nodes, reason=FORESEEN)
+                launched = attrs.evolve(launched, waits=False)
+        self._launched.append(launched)
         return told
+
+    def _is_to_go_on(self) -> bool:
+        """Return whether a planned step takes what was foreseen, as those that keep to it do."""
+        self._since_wait = (self._since_wait + 1) % _WAITS
+        return self._since_wait > 0
 
     def _vary(
         self,

@@ -16,6 +16,7 @@ from specplug.kernels.kernel_table import c_declined
 from specplug.speculative.choice.best_plan import NOTHING_PAYS, Plan, load_plans
 from specplug.speculative.choice.draft_policy import DraftPolicy, StepOutcome
 from specplug.speculative.choice.measured_choice import MeasuredChoice
+from specplug.speculative.choice.tried_ways import TriedWays
 from specplug.speculative.draft_plan import (
     DraftChoices,
     DraftPlan,
@@ -247,6 +248,29 @@ def test_plan_as_the_one_before_it_is_kept_for_longer(
         return len(list(takewhile(plan.__eq__, iter(lambda: kept(choice, names, 8), None))))
 
     assert [steps_kept() for _ in made] == [*steps, steps[0]]
+
+
+@pytest.mark.parametrize("way", [0, 1])
+@pytest.mark.parametrize("is_current", [False, True])
+def test_one_of_four_planned_steps_waits_where_others_do_not(
+    way: int, is_current: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None takes what was foreseen where nothing is waited for, or where waiting gives more."""
+    monkeypatch.setattr(TriedWays, "choose", lambda known, form: way)
+    choice, planned, others = MeasuredChoice(deterministic=True), [], []
+    names = [str(place) for place in range(36)]
+    for _ in range(8):
+        planned.append(planned_of_two(choice, (8,) * 36, is_current=is_current).as_foreseen)
+        plan = kept(choice, names, 8)
+        assert plan is not None
+        others.append(plan.as_foreseen)
+    if is_current or not way:
+        assert planned == others == [None] * 8
+        return
+    nodes = planned[0]
+    assert nodes
+    assert planned == [nodes, nodes, nodes, None] * 2
+    assert others == [nodes] * 8
 
 
 @pytest.mark.parametrize(
