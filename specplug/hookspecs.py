@@ -310,7 +310,8 @@ def foresee_drafts(runtime: Runtime, requests: Sequence[RequestView]) -> Foresee
     what came of drafts that were made a step after one had foreseen so much. What is asked for
     then by ``propose`` is to be drafted as it was foreseen, or from what was read since. A plan may
     take what was foreseen as it is (``DraftPlan.as_foreseen``): then ``propose`` is not called for
-    it, and the core goes on in the chain after the tokens that the algorithm has not read.
+    it, and the core goes on in the chain after the tokens that the algorithm has not read. So where
+    it is asked a step too early chains are best twice as deep as drafts.
 
     What steps have left by ``DraftInput(host=…)`` and has come to the host is told by
     ``on_host_tensors`` before. Nothing waits for the device: so an algorithm may not have read yet

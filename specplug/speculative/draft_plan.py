@@ -45,7 +45,9 @@ class ForeseenDrafts:
     """The chains that an algorithm would draft for the requests of a step, known on the host.
 
     Attributes:
-        tokens: [bs, D] int64 on the CPU, those after each root.
+        tokens: [bs, D] int64 on the CPU, those after each root. D may be greater than the depth of
+            its drafts: where the running step is not read yet the first of them are what that
+            commits.
         scores: [bs, D] float32 on the CPU, of these nodes, as in ``Draft.scores``; -inf after the
             last one of a request.
         known: how many tokens of each request, its prompt included, the algorithm has read: the

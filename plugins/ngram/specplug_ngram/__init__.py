@@ -86,7 +86,10 @@ class Ngram:
         shape = Shape(config.topk, config.num_steps, config.num_draft_tokens)
         costs = CPU_COSTS if runtime.device.type == "cpu" else GPU_COSTS
         settings: NgramSettings = config.settings
-        worker = NgramWorker(shape, settings, compiled=load_library(), costs=costs)
+        # A step too early: what the running step commits may be as long as a draft.
+        is_early = runtime.device.type != "cpu" and runtime.overlap
+        foreseen = 2 * shape.num_draft_tokens if is_early else None
+        worker = NgramWorker(shape, settings, load_library(), costs, foreseen)
         if settings.ngram_corpus:
             worker.read_corpus(read_corpus(settings.ngram_corpus, runtime.tokenizer))
         return worker

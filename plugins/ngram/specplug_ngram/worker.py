@@ -130,6 +130,8 @@ class NgramWorker:
         settings: of the index.
         compiled: the functions of the compiled drafter; None: the drafter runs in Python.
         costs: the costs of the device's steps.
+        foreseen: the nodes of a chain that is foreseen, the root included; None: as many as are
+            drafted.
 
     Attributes:
         index: the tokens of all owners.
@@ -145,17 +147,25 @@ class NgramWorker:
         settings: NgramSettings = DEFAULTS,
         compiled: PyDLL | None = None,
         costs: Costs = CPU_COSTS,
+        foreseen: int | None = None,
     ) -> None:
         self._shape = shape
+        self._most_foreseen = foreseen or shape.num_draft_tokens
         self._costs = costs
         self._scope = settings.ngram_index_scope
         relink = None if compiled is None else compiled.relink
         self.index = Index(settings.ngram_index_bytes, relink)
-        self._drafter: Drafter = (
-            PlainDrafter(self.index, shape)
-            if compiled is None
-            else CompiledDrafter(compiled, self.index, shape)
+        deeper = attrs.evolve(
+            shape, num_steps=self._most_foreseen - 1, num_draft_tokens=self._most_foreseen
         )
+
+        def drafter(limits: Shape) -> Drafter:
+            if compiled is None:
+                return PlainDrafter(self.index, limits)
+            return CompiledDrafter(compiled, self.index, limits)
+
+        self._drafter = drafter(shape)
+        self._foreseer = drafter(deeper) if shape.topk == 1 else self._drafter
         self.requests: dict[str, RequestState] = {}
         self._foreseen: Foreseen | None = None
         self._is_asked = False  # what it foresees: drafts are as a plan chooses them
@@ -240,10 +250,11 @@ class NgramWorker:
         if self._shape.topk > 1:
             return None
         self._is_asked = True
-        rooms = [self._shape.num_draft_tokens] * len(request_ids)
+        rooms = [self._most_foreseen] * len(request_ids)
         read = [self.requests.get(each) for each in request_ids]
         known = [0 if each is None else each.prompt_read + each.observed for each in read]
-        drafts = self._look_up(request_ids, rooms, LEAST_FORESEEN, forced_chains(forced, known))
+        chains = forced_chains(forced, known)
+        drafts = self._look_up(request_ids, rooms, LEAST_FORESEEN, chains, self._foreseer)
         self._foreseen = Foreseen(request_ids, drafts, self._read)
         tokens, scores = drafts.tokens[:, 1:].clone(), drafts.scores[:, 1:].clone()
         return ForeseenDrafts(tokens=tokens, scores=scores, known=known)
@@ -299,7 +310,7 @@ class NgramWorker:
     def _draft(self, batch: Batch, forced: Forced) -> tuple[Drafts, Sequence[int]]:
         """Return drafts, and how many nodes of each request are proposed."""
         request_ids = [request.request_id for request in batch.requests]
-        rooms = batch.max_draft_nodes
+        rooms = [min(most, self._shape.num_draft_tokens) for most in batch.max_draft_nodes]
         foreseen, self._foreseen = self._foreseen, None
         if foreseen is not None and foreseen.read == self._read:
             chosen = foreseen.of(request_ids)
@@ -327,6 +338,7 @@ class NgramWorker:
         rooms: Sequence[int],
         least: float,
         chains: Sequence[tuple[int, ...]],
+        drafter: Drafter | None = None,
     ) -> Drafts:
         """Return what followed the requests' text before, and first what is forced.
 
@@ -334,9 +346,11 @@ class NgramWorker:
             rooms: the most nodes of each request.
             least: the probability that a node exceeds.
             chains: by ``forced_chains``.
+            drafter: that looks it up; None: the one of drafts.
         """
-        drafts = self._drafter.draft(self._drafted(request_ids), rooms, least)
-        return with_forced(drafts, chains, rooms, self._shape.num_steps)
+        drafts = (drafter or self._drafter).draft(self._drafted(request_ids), rooms, least)
+        steps = self._shape.num_steps if drafter is None else drafts.tokens.shape[1] - 1
+        return with_forced(drafts, chains, rooms, steps)
 
     def _widest(self, roots: Tensor, rooms: Sequence[int]) -> Draft:
         """Return the widest draft within ``rooms``, of arbitrary tokens with the least score. Each
@@ -377,7 +391,7 @@ class NgramWorker:
     def _begin(self, view: RequestView) -> RequestState:
         owner = owner_of(view, self._scope)
         history = self.index.open(owner)
-        drafted = None if history is None else self._drafter.request(history)
+        drafted = None if history is None else self._foreseer.request(history)  # has most nodes
         return RequestState(owner, drafted)
 
     def _drafted(self, request_ids: Sequence[str]) -> list[Any]:

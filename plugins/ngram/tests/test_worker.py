@@ -72,9 +72,10 @@ def make_worker(request: pytest.FixtureRequest) -> Make:
         scope: str = ENGINE,
         most_bytes: int = 1 << 20,
         costs: Costs = CPU_COSTS,
+        foreseen: int | None = None,
     ) -> NgramWorker:
         settings = NgramSettings(ngram_index_scope=scope, ngram_index_bytes=most_bytes)
-        worker = NgramWorker(Shape(topk, 7, nodes), settings, compiled, costs)
+        worker = NgramWorker(Shape(topk, 7, nodes), settings, compiled, costs, foreseen)
         _read(worker, *requests)
         return worker
 
@@ -451,16 +452,27 @@ def test_requests_that_were_prefilled_elsewhere_are_known(
         assert worker.propose(batch, draft_input).tokens[0].tolist() == [8, 9, 1, 5]
 
 
-@pytest.mark.parametrize(("device", "costs"), [("cpu", CPU_COSTS), ("cuda", GPU_COSTS)])
-def test_worker_has_the_costs_of_its_device(device: str, costs: Costs) -> None:
+@pytest.mark.parametrize(
+    ("device", "overlap", "costs", "foreseen"),
+    [("cpu", True, CPU_COSTS, 7), ("cuda", True, GPU_COSTS, 15), ("cuda", False, GPU_COSTS, 7)],
+)
+def test_worker_is_made_for_its_device(
+    device: str, overlap: bool, costs: Costs, foreseen: int
+) -> None:
+    """It foresees deeper where that is a step too early."""
+
     @attrs.frozen
     class Target:
         config: SpecConfig
         device: torch.device
+        overlap: bool
 
     config = SpecConfig.resolve(algorithm.describe())
-    worker = algorithm.create_worker(Target(config, torch.device(device)))
+    worker = algorithm.create_worker(Target(config, torch.device(device), overlap))
     assert worker._costs == costs
+    told = worker.foresee(["unknown"])
+    assert told is not None
+    assert told.tokens.shape == (1, foreseen)
 
 
 @pytest.mark.parametrize(("topk", "depth"), [(1, 6), (2, 2), (4, 2)])
@@ -507,6 +519,17 @@ def test_what_was_foreseen_is_drafted_as_chosen(make_worker: Make, read_more: bo
     assert draft.tokens[0, 1:].tolist() == ([1, 5] if read_more else [9, 1])
     kept = worker.propose(batch, _input(8, 25))  # the plan is, and nothing was foreseen for it
     assert kept.widths == (3, 1)
+
+
+def test_what_is_foreseen_deeper_is_drafted_no_deeper(make_worker: Make) -> None:
+    worker = make_worker(REPEATS, nodes=3, foreseen=6)
+    _observe(worker, "repeats", [8])
+    told = worker.foresee(["repeats"])
+    assert told is not None
+    assert told.tokens.tolist() == [[9, 1, 5, 6, 7]]
+    batch = attrs.evolve(_batch(REPEATS), max_draft_nodes=(8,))
+    for _ in range(2):  # as foreseen, and looked up
+        assert worker.propose(batch, _input(8)).tokens.tolist() == [[8, 9, 1]]
 
 
 def test_foreseeing_teaches_what_text_is_worth(make_worker: Make) -> None:
