@@ -80,7 +80,7 @@ class Ngram:
         from specplug_ngram.compiled_drafter import load_library
         from specplug_ngram.draft_tree import Shape
         from specplug_ngram.policy import CPU_COSTS, GPU_COSTS
-        from specplug_ngram.worker import NgramWorker
+        from specplug_ngram.worker import MOST_COMMITTED, NgramWorker
 
         config = runtime.config
         shape = Shape(config.topk, config.num_steps, config.num_draft_tokens)
@@ -88,7 +88,8 @@ class Ngram:
         settings: NgramSettings = config.settings
         # A step too early: what the running step commits may be as long as a draft.
         is_early = runtime.device.type != "cpu" and runtime.overlap
-        foreseen = 2 * shape.num_draft_tokens if is_early else None
+        most = shape.num_draft_tokens
+        foreseen = most + min(most, MOST_COMMITTED) if is_early else None
         worker = NgramWorker(shape, settings, load_library(), costs, foreseen)
         if settings.ngram_corpus:
             worker.read_corpus(read_corpus(settings.ngram_corpus, runtime.tokenizer))

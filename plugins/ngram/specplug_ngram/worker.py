@@ -38,6 +38,8 @@ Forced = Sequence[ForcedTokens | None]
 
 LEAST_FORESEEN = 0.02
 """The probability that a node exceeds which is told before anything is drafted."""
+MOST_COMMITTED = 16
+"""Tokens by which more is foreseen than drafted, at most, where it is a step too early."""
 _ALIGNMENT = 16
 """Bytes: of tensors that begin elsewhere Triton would compile its kernels anew."""
 
@@ -130,8 +132,8 @@ class NgramWorker:
         settings: of the index.
         compiled: the functions of the compiled drafter; None: the drafter runs in Python.
         costs: the costs of the device's steps.
-        foreseen: the nodes of a chain that is foreseen, the root included; None: as many as are
-            drafted.
+        foreseen: the nodes of a chain that is foreseen, the root included; None, or fewer than are
+            drafted: as many as these.
 
     Attributes:
         index: the tokens of all owners.
@@ -150,7 +152,7 @@ class NgramWorker:
         foreseen: int | None = None,
     ) -> None:
         self._shape = shape
-        self._most_foreseen = foreseen or shape.num_draft_tokens
+        self._most_foreseen = max(foreseen or 0, shape.num_draft_tokens)
         self._costs = costs
         self._scope = settings.ngram_index_scope
         relink = None if compiled is None else compiled.relink

@@ -521,6 +521,15 @@ def test_what_was_foreseen_is_drafted_as_chosen(make_worker: Make, read_more: bo
     assert kept.widths == (3, 1)
 
 
+def test_no_less_is_foreseen_than_is_drafted(make_worker: Make) -> None:
+    """A request has room for as many nodes as its widest tree."""
+    worker = make_worker(REPEATS, nodes=6, foreseen=2)
+    _observe(worker, "repeats", [8])
+    told = worker.foresee(["repeats"])
+    assert told is not None
+    assert told.tokens.tolist() == [[9, 1, 5, 6, 7]]
+
+
 def test_what_is_foreseen_deeper_is_drafted_no_deeper(make_worker: Make) -> None:
     worker = make_worker(REPEATS, nodes=3, foreseen=6)
     _observe(worker, "repeats", [8])
