@@ -34,6 +34,7 @@ from specplug.speculative.choice.measured_choice import MeasuredChoice
 from specplug.speculative.draft import Draft, DraftInput, described, is_dense
 from specplug.speculative.draft_plan import DraftChoices, DraftPlan, ForeseenDrafts, Hindsight
 from specplug.speculative.draft_state import StateTensor, state_spec
+from specplug.speculative.foreseen_draft import ForeseenStep
 from specplug.speculative.future_map import FutureMap, is_plain
 from specplug.speculative.host_relay import IN_FLIGHT, HostRelay
 from specplug.speculative.lent_runtime import LentRuntime
@@ -69,6 +70,10 @@ class HookCalls:
 
     Args:
         manager, algorithm, extensions: see ``PluginGuard``.
+
+    Attributes:
+        as_foreseen: how many nodes of what the algorithm foresaw are taken in the place of its
+            drafts, if it foresees any: ``HookOrder`` says so for a step. None: it is asked.
     """
 
     def __init__(
@@ -84,6 +89,8 @@ class HookCalls:
         self._lent: tuple[Runtime, LentRuntime] | None = None
         self._relay: HostRelay | None = None  # until a plugin leaves something for the host
         self._hindsight: HostRelay | None = None  # until a plugin tells of it
+        self._told: ForeseenStep | None = None  # what it foresees of a step
+        self.as_foreseen: int | None = None
 
     @property
     def extensions(self) -> list[dict[str, str]]:
@@ -118,6 +125,16 @@ class HookCalls:
     def reads_on_host(self) -> bool:
         """Whether a plugin has left something for the host, which ``propose`` waits for."""
         return self._relay is not None
+
+    @property
+    def takes_foreseen(self) -> bool:
+        """Whether this step's drafts are taken as they were foreseen."""
+        return self.as_foreseen is not None and self._told is not None
+
+    @property
+    def waits(self) -> bool:
+        """Whether ``propose`` waits on the host for what the last step has left."""
+        return self.reads_on_host and not self.takes_foreseen
 
     @cached_property
     def reads_map(self) -> bool:
@@ -241,6 +258,7 @@ class HookCalls:
     def foresee_drafts(self, runtime: Runtime, requests: Sequence[RequestView]) -> ForeseenDrafts:
         """Return what the algorithm would draft, and whether it has read all that is committed."""
         hook = "foresee_drafts"
+        self._told = None
         if hook in self._plugins.core_alone:
             return ForeseenDrafts.untold(len(requests))
         self._hand_over(runtime, keep=_num_on_way(self._relay, runtime))
@@ -250,12 +268,14 @@ class HookCalls:
             found = rebuilt(self._plugins, hook, found, ForeseenDrafts, expected)
         _check_foreseen(self._plugins, found, len(requests))
         is_current = self._relay is not None and not self._relay.num_sent
-        return ForeseenDrafts(
+        told = ForeseenDrafts(
             tokens=found.tokens,
             scores=found.scores,
             known=found.known,
             is_current=is_current or not self._info.capabilities.overlap,
         )
+        self._told = ForeseenStep.of(requests, told)
+        return told
 
     def begin_plan(self) -> None:
         """Note that a decode step is planned, whether or not the algorithm is asked what it would
@@ -306,12 +326,15 @@ class HookCalls:
     def propose(
         self, runtime: Runtime, batch: Batch, draft_input: DraftInput, *, roots: Tensor
     ) -> Draft:
-        """Return what the algorithm drafts, from the engine's roots and in tensors of its own.
+        """Return what the algorithm drafts, from the engine's roots and in tensors of its own; or
+        what it foresaw, without asking it.
 
         Args:
             roots: [bs] int64, the bonus tokens; not those that the plugin was lent.
         """
         hook, config, vocab_size = "propose", runtime.config, runtime.vocab_size
+        if self.as_foreseen is not None and self._told is not None:
+            return self._told.draft(batch, roots, self.as_foreseen, vocab_size)
         found: Any
         if self._own_holder is not None:
             found = self._own_holder.propose(runtime, batch, draft_input)

@@ -57,7 +57,6 @@ from specplug.speculative.draft_plan import (
     ForeseenDrafts,
     Hindsight,
 )
-from specplug.speculative.foreseen_draft import ForeseenStep
 from specplug.speculative.future_map import FutureMap, is_plain
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.host_copy import upload
@@ -355,7 +354,6 @@ class HookOrder:
         self._plans_within = plans_within(runtime)
         self._drafting = drafting_hooks(runtime) or [hooks]
         self._late = late_feeds(runtime)
-        self._told: ForeseenStep | None = None  # what a single algorithm foresees of a step
         # A subclass may count the steps, or copy their tokens: it hears of each one.
         self._hears_all = not is_plain(future_map)
 
@@ -474,9 +472,7 @@ class HookOrder:
         worker = self._runtime.worker
         if isinstance(worker, SeveralWorker):
             return tuple(part.foresee_drafts(batch.requests) for part in worker.parts)
-        told = self._hooks.foresee_drafts(self._runtime, batch.requests)
-        self._told = ForeseenStep.of(batch.requests, told)
-        return (told,)
+        return (self._hooks.foresee_drafts(self._runtime, batch.requests),)
 
     def _hindsight(self) -> Iterator[Hindsight]:
         """Yield what each that can draft would have had right, as far as that is new."""
@@ -492,10 +488,8 @@ class HookOrder:
             roots: [bs] int64, the core's own.
         """
         hooks, runtime = self._hooks, self._runtime
-        as_foreseen = None if plan is None else plan.as_foreseen
-        if isinstance(runtime.worker, SeveralWorker):
-            for each in runtime.worker.parts:
-                each.as_foreseen = as_foreseen
+        for each in self._drafting:
+            each.as_foreseen = None if plan is None else plan.as_foreseen
         if plan is None:
             return hooks.propose(runtime, batch, draft_input, roots=roots)
         batch.max_draft_nodes, batch.max_draft_slots = plan.most_nodes, batch.max_draft_nodes
@@ -503,11 +497,7 @@ class HookOrder:
             batch.drafters = plan.who
             return hooks.propose(runtime, batch, draft_input, roots=roots)
 
-        told = self._told
-
         def propose(part: Batch, given: DraftInput) -> Draft:
-            if as_foreseen is not None and told is not None:
-                return told.draft(part, given.bonus_tokens, as_foreseen, runtime.vocab_size)
             lent = attrs.evolve(given, bonus_tokens=given.bonus_tokens.clone())
             return hooks.propose(runtime, part, lent, roots=given.bonus_tokens)
 

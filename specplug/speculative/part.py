@@ -20,7 +20,6 @@ from specplug.registry import Registry, build_plugin_manager
 from specplug.speculative.defaults import CoreDefaults
 from specplug.speculative.draft import Draft, DraftInput
 from specplug.speculative.draft_state import StateTensor
-from specplug.speculative.foreseen_draft import ForeseenStep
 from specplug.speculative.future_map import FutureMap, is_plain
 from specplug.speculative.graph_runner import PassRunner
 from specplug.speculative.hook_calls import HookCalls, parts_of
@@ -132,8 +131,6 @@ class Part:
         name: the algorithm's.
         config: its settings, as it takes them.
         has_draft_model: whether it has weights of its own.
-        as_foreseen: how many nodes of what it foresaw are taken in the place of its drafts, if it
-            foresees any: the core says so for a step. None: it is asked.
 
     Raises:
         UsageError: the part refuses its settings, or cannot be a part here.
@@ -174,8 +171,6 @@ class Part:
         self._idle = 0  # decode steps since it last drafted
         self._drafted: frozenset[str] = frozenset()  # whom it drafts for, if it is fed ahead
         self._feeds_ahead = runtime.device.type not in _BUSY_WITH_HOST
-        self._told: ForeseenStep | None = None  # what it foresees of a step
-        self.as_foreseen: int | None = None
         self._warmed: set[int] = set()
 
     @property
@@ -295,9 +290,7 @@ class Part:
 
     def foresee_drafts(self, requests: Sequence[RequestView]) -> ForeseenDrafts:
         """Return what it would draft, if it says so; see the hook."""
-        told = self._hooks.foresee_drafts(self._runtime, requests)
-        self._told = ForeseenStep.of(requests, told)
-        return told
+        return self._hooks.foresee_drafts(self._runtime, requests)
 
     def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
         """Return what it drafts; see the hook.
@@ -307,8 +300,8 @@ class Part:
         """
         roots = draft_input.bonus_tokens
         self._idle = 0
-        if self.as_foreseen is not None and self._told is not None:
-            return self._told.draft(batch, roots, self.as_foreseen, self._runtime.vocab_size)
+        if self._hooks.takes_foreseen:  # nothing is fed or lent for that
+            return self._hooks.propose(self._runtime, batch, draft_input, roots=roots)
         if self._late is None:
             given = self._of_part(draft_input)
         else:
@@ -351,11 +344,6 @@ class Part:
     def hooks(self) -> HookCalls:
         """Of its plugin alone."""
         return self._hooks
-
-    @property
-    def waits(self) -> bool:
-        """Whether it waits on the host, before it drafts, for what the last step has left."""
-        return self._hooks.reads_on_host and (self.as_foreseen is None or self._told is None)
 
     @property
     def runtime(self) -> Runtime:

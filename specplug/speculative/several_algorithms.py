@@ -164,7 +164,7 @@ class SeveralAlgorithms(HeldParts):
     ) -> DraftInput:
         made = super().build_draft_input(runtime, batch, target_output)
         parts: Sequence[Part] = runtime.worker.parts
-        if any(part.waits and n in batch.drafters for n, part in enumerate(parts)):
+        if any(part.hooks.waits and n in batch.drafters for n, part in enumerate(parts)):
             for part in parts:  # mostly the next step waits for the host again
                 part.feed_known(batch)
         return made
@@ -174,7 +174,7 @@ class SeveralAlgorithms(HeldParts):
         from specplug.speculative.planned_drafts import Proposer, propose_planned
 
         parts: Sequence[Part] = runtime.worker.parts
-        proposers = [Proposer(part.propose, part.owns, part.waits) for part in parts]
+        proposers = [Proposer(part.propose, part.owns, part.hooks.waits) for part in parts]
         return propose_planned(batch, draft_input, proposers)
 
 
