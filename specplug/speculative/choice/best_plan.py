@@ -74,6 +74,11 @@ class Plan:
         return bool(np.count_nonzero(self.depths))
 
     @property
+    def rows(self) -> int:
+        """Of the target's pass, before padding, where all that is planned is drafted."""
+        return len(self.who) + int(self.depths.sum())
+
+    @property
     def of_all(self) -> tuple[int, int] | None:
         """What drafts for each request, and how deep, where that is the same of all."""
         both = set(zip(self.who.tolist(), self.depths.tolist(), strict=True))

@@ -18,8 +18,8 @@ import numpy as np
 
 from specplug.speculative.choice.tried_ways import TriedWays
 
-_DEEPER = 0, 1, 2
-"""How much deeper is tried."""
+_DEEPEST = 2
+"""How much deeper is tried at most; each way to draft is as much deeper as its number says."""
 _SEEN, _LEAST_SEEN = 256, 64
 """Chances of first tokens that are kept of each algorithm, and how many tell something."""
 _LOOKED_AT = 8
@@ -54,7 +54,7 @@ class CutDepths:
         self._chances = [deque[float](maxlen=_SEEN) for _ in range(algorithms)]
         self._unlike = [False] * algorithms
         self._waiting = [0] * algorithms  # steps until they are looked at again
-        self._ways = TriedWays(len(_DEEPER))
+        self._ways = TriedWays(1 + _DEEPEST)
 
     def note(self, algorithm: int, chances: Sequence[float]) -> None:
         """Note how likely the first tokens of a step's drafts were to be accepted, as their scores
@@ -69,7 +69,7 @@ class CutDepths:
 
     def deeper(self, form: DraftForm) -> int:
         """Return how much deeper the next steps of this form draft; 0: not at all."""
-        return _DEEPER[self._ways.choose(form)] if self._unlike[form.algorithm] else 0
+        return self._ways.choose(form) if self._unlike[form.algorithm] else 0
 
     def learn(self, form: DraftForm, more: int, came: float) -> None:
         """Learn from a step that kept to a plan.
@@ -78,4 +78,4 @@ class CutDepths:
             more: how much deeper its drafts were.
             came: its tokens a second, as a share of what its plan promised.
         """
-        self._ways.learn(form, _DEEPER.index(more), came)
+        self._ways.learn(form, more, came)

@@ -466,7 +466,7 @@ class DraftPolicy:
         depths[mine] = np.minimum(depths[mine] + more, most[mine, form.algorithm])
         if (depths == plan.depths).all():
             return None
-        return more, depths, self.costs.padded_rows(len(depths) + int(plan.depths.sum()))
+        return more, depths, self.costs.padded_rows(plan.rows)
 
     def foreseen_nodes(self, plan: Plan, early: Collection[int]) -> int | None:
         """Return how many nodes the steps that keep to a plan take of what was foreseen a step too
@@ -478,9 +478,8 @@ class DraftPolicy:
         """
         if not self._waits.choose(plan.drafting):
             return None
-        rows = len(plan.who) + int(plan.depths.sum())
         own = int(plan.depths[np.isin(plan.who, list(early))].sum())
-        return own + self.costs.padded_rows(rows) - rows
+        return own + self.costs.padded_rows(plan.rows) - plan.rows
 
     def _learn_drafts(self, outcome: StepOutcome, rows: Sequence[int]) -> None:
         """Learn how much was accepted of what each request's algorithm has drafted.
