@@ -521,24 +521,19 @@ def test_what_was_foreseen_is_drafted_as_chosen(make_worker: Make, read_more: bo
     assert kept.widths == (3, 1)
 
 
-def test_no_less_is_foreseen_than_is_drafted(make_worker: Make) -> None:
-    """A request has room for as many nodes as its widest tree."""
-    worker = make_worker(REPEATS, nodes=6, foreseen=2)
-    _observe(worker, "repeats", [8])
-    told = worker.foresee(["repeats"])
-    assert told is not None
-    assert told.tokens.tolist() == [[9, 1, 5, 6, 7]]
-
-
-def test_what_is_foreseen_deeper_is_drafted_no_deeper(make_worker: Make) -> None:
-    worker = make_worker(REPEATS, nodes=3, foreseen=6)
+@pytest.mark.parametrize(("nodes", "foreseen"), [(6, 2), (3, 6)])
+def test_as_much_is_foreseen_as_the_deeper_one_of_two(
+    nodes: int, foreseen: int, make_worker: Make
+) -> None:
+    """A request has room for as many nodes. What is foreseen deeper is drafted no deeper."""
+    worker = make_worker(REPEATS, nodes=nodes, foreseen=foreseen)
     _observe(worker, "repeats", [8])
     told = worker.foresee(["repeats"])
     assert told is not None
     assert told.tokens.tolist() == [[9, 1, 5, 6, 7]]
     batch = attrs.evolve(_batch(REPEATS), max_draft_nodes=(8,))
     for _ in range(2):  # as foreseen, and looked up
-        assert worker.propose(batch, _input(8)).tokens.tolist() == [[8, 9, 1]]
+        assert worker.propose(batch, _input(8)).tokens.tolist() == [[8, 9, 1, 5, 6, 7][:nodes]]
 
 
 def test_foreseeing_teaches_what_text_is_worth(make_worker: Make) -> None:
