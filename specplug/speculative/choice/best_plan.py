@@ -78,6 +78,17 @@ class Plan:
         """Of the target's pass, before padding, where all that is planned is drafted."""
         return len(self.who) + int(self.depths.sum())
 
+    def tokens_of_each(self, survival: Array) -> Array:
+        """Return the expected tokens of each request, [n] float64.
+
+        Args:
+            survival: as in ``best_plan``.
+        """
+        own = survival[np.arange(len(self.who)), self.who]
+        deep = np.arange(own.shape[1]) < self.depths[:, None]
+        tokens: Array = 1.0 + np.where(deep, own, 0.0).sum(1)
+        return tokens
+
     @property
     def of_all(self) -> tuple[int, int] | None:
         """What drafts for each request, and how deep, where that is the same of all."""

@@ -131,6 +131,7 @@ class DraftPolicy:
         self._rows: dict[str, int] = {}
         self._free: list[int] = []
         self._heard = np.zeros((0, algorithms), dtype=np.int64)
+        self._expected = np.zeros(0)  # tokens of each row's last step; of its prefill 1
         self._filled = [1.0] * algorithms
         self._drafted = [0] * algorithms  # the step in which each last drafted
         self._step = self._compared = self._told = 0
@@ -163,13 +164,24 @@ class DraftPolicy:
             of_one = {a: nodes[0] for a, nodes in known.items()}
             rows = np.array([self._row(request_ids[0])])
             plan = self._plan_one(int(rows[0]), most[0].tolist(), context, of_one, filled)
+            self._expected[rows] = plan.tokens
         else:
             rows = self._rows_of(request_ids)
-            plan = self._plan_many(rows, most, context, known, filled)
+            survival = _with_known(self.acceptance.survival(rows), known)
+            survival = survival * (most[:, :, None] >= self._reach)
+            plan = self._plan_many(rows, most, context, survival, known, filled)
+            self._expected[rows] = plan.tokens_of_each(survival)
         was_best, self._was_best = self._was_best, plan.reason not in (TRIED, TRIED_PLAIN)
         self._ids, self._planned = tuple(request_ids), rows
         self._feed(plan.who, follows=was_best and self._was_best)  # a trial ends anyway
         return plan
+
+    def ahead(self, request_ids: Sequence[str]) -> Array:
+        """Return how many tokens the last step is expected to commit of each request, [n] int64; of
+        new ones its prefill."""
+        rows = self._rows_of(request_ids)  # which may be new
+        expected: Array = self._expected[rows]
+        return expected.round().astype(np.int64)
 
     def keep(self, request_ids: Sequence[str], plan: Plan, who: Sequence[int]) -> None:
         """Count a step that keeps to the plan of one before it, the best one.
@@ -206,6 +218,7 @@ class DraftPolicy:
         rows: Array,
         most: Array,
         context: float,
+        survival: Array,
         known: Mapping[int, Rows],
         filled: Sequence[float],
     ) -> Plan:
@@ -213,10 +226,9 @@ class DraftPolicy:
 
         Args:
             rows: [n] of the requests.
+            survival: [n, A, D] as in ``best_plan``.
             filled: [A], the share of the nodes asked for that an algorithm drafts.
         """
-        able = most[:, :, None] >= self._reach
-        survival = _with_known(self.acceptance.survival(rows), known) * able
         bs = len(rows)
         nodes = int(most.max(1, initial=0).sum())
         starts = self._starts(rows)
@@ -236,7 +248,8 @@ class DraftPolicy:
             return plan
         ages = self._step - self._heard[rows]
         ages[:, list(known)] = 0
-        hopeful = _with_known(self.acceptance.hopeful(rows, hope(ages)), known) * able
+        hopeful = _with_known(self.acceptance.hopeful(rows, hope(ages)), known)
+        hopeful = hopeful * (most[:, :, None] >= self._reach)
         shares = self._cost_shares()
         ages[:, np.array(shares) < 1] += FRESH + 1
         found = self._trials.mended(
@@ -636,6 +649,8 @@ class DraftPolicy:
             if row >= len(self._heard):
                 more = np.zeros((max(16, len(self._heard), row + 1), self._heard.shape[1]))
                 self._heard = np.concatenate([self._heard, more.astype(np.int64)])
+                self._expected = np.concatenate([self._expected, np.ones(len(more))])
+            self._expected[row] = 1.0
             # Where nobody was drafted for, nothing is known of new requests either.
             self._heard[row] = np.minimum(self._step - _NEW, self._drafted)
             self._catch_ups.begin(row, self._step)

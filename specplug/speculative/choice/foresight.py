@@ -3,15 +3,15 @@
 After HedgeSpec (arXiv 2510.20064): the tokens that the target took say of every algorithm that can
 tell what it would have drafted how much of it was right, whoever drafted.
 
-With overlap it foresees a step too early: what the running step commits is not read yet. What it
-foresees then is not the draft that it will make, but says how good that one will be.
+With overlap it foresees a step too early: what the running step commits is not read yet. The next
+draft then begins some tokens later in the chain: about as many as that step is expected to commit.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Protocol
 
@@ -33,6 +33,9 @@ _FADING = 0.998
 """What a draft that is known leaves of the counts."""
 _REFRESH = 8
 """Drafts after which the rates are made anew; sooner at first."""
+_LEARNED = 8
+"""Nodes of a chain that are waited for at most: many a longer one that is right would not be known
+by the end of its request."""
 _AT_ONCE = 16
 """Requests that are compared in a step at most; of more, each comes in turn."""
 
@@ -57,14 +60,13 @@ class _Foreseen:
         known: tokens of the text before it.
         tokens: that were foreseen.
         bins: of the probability of each, with all before it.
-        early: the bins of what was foreseen a step too early, in the place of this; (): this was
-            not waited for.
+        turn: in which it was.
     """
 
     known: int
     tokens: list[int]
     bins: list[int]
-    early: Sequence[int]
+    turn: int
 
 
 class _Rates:
@@ -82,12 +84,12 @@ class _Rates:
         self._learned = 0
         self.of_bins: list[float] = self._own.tolist()
 
-    def learn(self, bins: Sequence[int], right: int) -> None:
-        """Count the nodes of a chain, of which the first ``right`` were."""
+    def learn(self, bins: Sequence[int], right: int, times: float) -> None:
+        """Count the nodes of a chain, of which the first ``right`` were, so many times."""
         seen, taken = self._seen, self._taken
         for place, each in enumerate(bins):
-            seen[each] += 1.0
-            taken[each] += place < right
+            seen[each] += times
+            taken[each] += times * (place < right)
         self._learned += 1
         if self._learned % min(_REFRESH, self._learned) == 0:
             faded = math.pow(_FADING, min(_REFRESH, self._learned))
@@ -103,48 +105,49 @@ class Foresight:
     """What one algorithm foresaw of the texts of a run."""
 
     def __init__(self) -> None:
-        self._current = _Rates()
-        self._early = _Rates()
+        self._rates = _Rates()
         self._waiting: dict[str, _Foreseen] = {}
-        self._before: tuple[Mapping[str, int], Bins] = ({}, ())
         self._turn = 0
 
-    def expect(self, scores: Array, *, is_current: bool) -> tuple[Rows, Bins]:
-        """Return how likely nodes are to be accepted, with all before them: those that are
-        foreseen, or where that is a step too early those that will be drafted in their place.
+    def expect(self, scores: Array, ahead: Array | None = None) -> tuple[Rows, Bins]:
+        """Return how likely the nodes of the next drafts are to be accepted, with all before them.
 
         Args:
             scores: [n, D] float32, as in ``ForeseenDrafts``.
-            is_current: as there.
+            ahead: [n] int64, how many tokens of the chains a running step is expected to commit
+                before; None: none runs.
 
         Returns:
             [n, D] float64, by what came of such probabilities, 0 of what is hardly likely; and
             their bins, for ``wait``. Of one request in plain numbers, which are quicker.
         """
-        rates = (self._current if is_current else self._early).of_bins
+        rates = self._rates.of_bins
+        scores = scores if ahead is None else _after(scores, ahead)
         if len(scores) == 1:
             own = []
             for each in accumulate(scores[0].tolist()):
                 own.append(bisect_right(_LISTED_BOUNDS, each))
                 if not own[-1]:  # and so are those after it
-                    own += [0] * (scores.shape[1] - len(own))
                     break
+            own += [0] * (scores.shape[1] - len(own))
             return [[rates[each] for each in own]], [own]
         bins = np.searchsorted(_BOUNDS, scores.cumsum(1), side="right")
         return np.array(rates)[bins], bins
 
     def compare(self, texts: Sequence[Text]) -> None:
-        """Learn from what has become known of a step's texts."""
-        for place in self._places(len(texts)):
+        """Learn from what has become known of a step's texts. A chain that is right takes longer to
+        be known than one that is wrong, and no other is waited for meanwhile: it counts for them.
+        """
+        places = self._places(len(texts))
+        for place in places:
             text = texts[place]
             foreseen = self._waiting.get(text.request_id)
             right = None if foreseen is None else _right(foreseen, text.token_ids)
             if foreseen is None or right is None:
                 continue
             del self._waiting[text.request_id]
-            self._current.learn(foreseen.bins, right)
-            if foreseen.early:
-                self._early.learn(foreseen.early, right)
+            turns = (self._turn - foreseen.turn) / places.step
+            self._rates.learn(foreseen.bins, right, max(1.0, turns))
 
     def wait(
         self,
@@ -152,8 +155,7 @@ class Foresight:
         known: Sequence[int],
         tokens: Array,
         bins: Bins,
-        *,
-        is_current: bool,
+        ahead: Array | None = None,
     ) -> None:
         """Keep what is foreseen of a step's texts until they are known, of each one at a time.
 
@@ -161,21 +163,16 @@ class Foresight:
             known: tokens of each text before what is foreseen.
             tokens: [n, D] int64.
             bins: [n, D] of ``expect``.
-            is_current: as there.
+            ahead: as there.
         """
-        rows, before = self._before
         for place in self._places(len(texts)):
             name = texts[place].request_id
-            if name in self._waiting:
-                continue
-            row = None if is_current else rows.get(name)
-            early = () if row is None else _likely(before[row])
-            own = _likely(bins[place])
-            if own or early:
-                foreseen = tokens[place].tolist()[: len(own)]
-                self._waiting[name] = _Foreseen(known[place], foreseen, own, early)
-        if not is_current:
-            self._before = {text.request_id: row for row, text in enumerate(texts)}, bins
+            own = () if name in self._waiting else _likely(bins[place][:_LEARNED])
+            if own:
+                first = 0 if ahead is None else ahead.item(place)
+                chain = tokens[place, first : first + len(own)].tolist()
+                own = own[: len(chain)]
+                self._waiting[name] = _Foreseen(known[place] + first, chain, own, self._turn)
         self._turn += 1
 
     def forget(self, request_id: str) -> None:
@@ -186,6 +183,14 @@ class Foresight:
         """Return the places of those of ``size`` requests whose turn it is."""
         every = max(1, -(-size // _AT_ONCE))
         return range(self._turn % every, size, every)
+
+
+def _after(scores: Array, ahead: Array) -> Array:
+    """Return the scores of the nodes after so many of each chain, [n, D]. One that goes on up to
+    the last node that was told is taken to go on as it does there."""
+    at = np.arange(scores.shape[1]) + ahead[:, None]
+    found: Array = np.take_along_axis(scores, np.minimum(at, scores.shape[1] - 1), 1)
+    return found
 
 
 def _likely(bins: Array | Sequence[int]) -> list[int]:

@@ -305,11 +305,12 @@ class MeasuredChoice:
     def _foresee(self, algorithm: int, foreseen: ForeseenDrafts, batch: Batch) -> Rows:
         """Learn from what has become known of what an algorithm foresaw before; return the
         survivals of what it will draft by what it foresees now."""
-        foresight, is_current = self._foresights[algorithm], foreseen.is_current
+        assert self._policy is not None
+        foresight = self._foresights[algorithm]
         foresight.compare(batch.requests)
-        survivals, bins = foresight.expect(foreseen.scores.numpy(), is_current=is_current)
-        tokens = foreseen.tokens.numpy()
-        foresight.wait(batch.requests, foreseen.known, tokens, bins, is_current=is_current)
+        ahead = None if foreseen.is_current else self._policy.ahead(_ids(batch))
+        survivals, bins = foresight.expect(foreseen.scores.numpy(), ahead)
+        foresight.wait(batch.requests, foreseen.known, foreseen.tokens.numpy(), bins, ahead)
         return survivals
 
     def _start(
