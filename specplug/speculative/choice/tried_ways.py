@@ -1,5 +1,5 @@
-"""Which of several ways to take the steps that keep to a plan gives the most: all are measured,
-and what is not used is tried again, seldom."""
+"""Which of several ways to take the steps of a plan gives the most: what is not taken mostly is taken
+now and then, so that all are compared in the same times."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Hashable
 import attrs
 
 _FIRST_STEPS = 6
-"""Steps for which each way is tried at first, and in a row."""
-_AGAIN = 240
-"""Steps of a form after which what is not used is tried again, for half as many."""
-_LEARNS = 1 / 8
+"""Steps for which each way is taken at first."""
+_TURNS, _LESS = 6, 0.04
+"""Plans after which another way is taken for one, where it gives as much as the best. Where it gives
+less by this share it takes twice as many, by twice this five times, by thrice this ten times."""
+_LEARNS = 1 / 10
 """What one step counts."""
 _LEAST_GAIN = 1.01
 """How many times as many tokens a second another way than the first has to give."""
@@ -22,20 +23,19 @@ class _Tried:
     """What came of a way.
 
     Attributes:
-        came: tokens a second, as a share of what plans promised.
+        came: tokens a second, as a share of what plans promised, and of what all ways gave then.
         steps: of which that was learned.
-        step: the last one, among those of its form.
+        turn: in which it was taken last.
     """
 
     came: float = 1.0
     steps: int = 0
-    step: int = 0
+    turn: int = 0
 
-    def learn(self, came: float, step: int) -> None:
+    def learn(self, came: float) -> None:
         """Learn from a step."""
         self.steps += 1
         self.came += max(_LEARNS, 1 / self.steps) * (came - self.came)
-        self.step = step
 
 
 @attrs.define(eq=False)
@@ -44,13 +44,46 @@ class _Form:
 
     Attributes:
         tried: by way.
-        step: steps so far.
-        trying: what is tried now, for so many steps more.
+        turn: plans so far.
+        level: what comes of them now, whatever the way. A text's beginning gives less than was
+            promised, and more later: a way that was taken then alone would seem to.
     """
 
     tried: list[_Tried]
-    step: int = 0
-    trying: tuple[int, int] = (0, 0)
+    turn: int = 0
+    level: float | None = None
+
+    @property
+    def best(self) -> int:
+        """The way that gives most."""
+        best = max(range(len(self.tried)), key=lambda way: self.tried[way].came)
+        return best if self.tried[best].came > _LEAST_GAIN * self.tried[0].came else 0
+
+    def learn(self, way: int, came: float) -> None:
+        """Learn from a step that took a way."""
+        level = came if self.level is None else self.level
+        self.level = level + _LEARNS * (came - level)
+        self.tried[way].learn(came / self.level)
+
+    def take(self) -> int:
+        """Return the way of the next plan."""
+        self.turn += 1
+        way = self._next()
+        self.tried[way].turn = self.turn
+        return way
+
+    def _next(self) -> int:
+        ways = range(len(self.tried))
+        new = min(ways, key=lambda way: self.tried[way].steps)
+        if self.tried[new].steps < _FIRST_STEPS:
+            return new
+        best = self.best
+        for way in ways:
+            tried = self.tried[way]
+            less = (1 - tried.came / self.tried[best].came) / _LESS
+            if way != best and self.turn - tried.turn >= _TURNS * (1 + max(0.0, less) ** 2):
+                return way
+        return best
 
 
 class TriedWays:
@@ -65,38 +98,25 @@ class TriedWays:
         self._forms: dict[Hashable, _Form] = {}
 
     def choose(self, form: Hashable) -> int:
-        """Return the way that the next steps take.
+        """Return the way that the steps of a plan take.
 
         Args:
-            form: what their plan has in common with others that gain alike.
+            form: what it has in common with others that gain alike.
         """
-        known = self._of(form)
-        way, left = known.trying
-        if left > 0:
-            return way
-        for way in self._ways:
-            tried = known.tried[way]
-            is_new = tried.steps < _FIRST_STEPS
-            if is_new or known.step - tried.step >= _AGAIN:
-                known.trying = way, _FIRST_STEPS if is_new else _FIRST_STEPS // 2
-                return way
-        best = max(self._ways, key=lambda way: known.tried[way].came)
-        return best if known.tried[best].came > _LEAST_GAIN * known.tried[0].came else 0
+        return self._of(form).take()
+
+    def best(self, form: Hashable) -> int:
+        """Return the way that gives most, as far as is known."""
+        return self._of(form).best
 
     def learn(self, form: Hashable, way: int, came: float) -> None:
-        """Learn from a step that kept to a plan. The one that was planned takes longer, by what the
-        plan does.
+        """Learn from a step.
 
         Args:
             way: that it took.
             came: its tokens a second, as a share of what its plan promised.
         """
-        known = self._of(form)
-        known.step += 1
-        known.tried[way].learn(came, known.step)
-        trying, left = known.trying
-        if way == trying and left:
-            known.trying = trying, left - 1
+        self._of(form).learn(way, came)
 
     def _of(self, form: Hashable) -> _Form:
         found = self._forms.get(form)
