@@ -10,7 +10,7 @@ makes nodes free. ``plans.c`` does the same, where it can be compiled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
@@ -149,6 +149,14 @@ class Costs:
         if costs.algorithms > MOST_ALGORITHMS:
             compiled = None
         return cls(curve, drafters, costs.ragged, filled, costs.waiting, compiled)
+
+    def without(self, free: Collection[int]) -> Costs:
+        """Return those of steps in which the drafting of some algorithms takes nothing."""
+        if not free:
+            return self
+        drafters = self.drafters.copy()
+        drafters[list(free)] = 0.0
+        return attrs.evolve(self, drafters=drafters)
 
     def drafting(self, of_each: Array) -> Array:
         """Return the seconds of drafting, given those of each algorithm, [A, …]."""

@@ -51,6 +51,8 @@ _COMPARED = 4
 """Steps after which it is compared again: that takes as long as a plan."""
 _TOLD, _NEAR_PLANNED = 4, 0.15
 """Of so many steps one is learned from that took as long as planned, within this share."""
+_EARLY = "drafts that were foreseen a step too early"
+"""Of these it is learned whether they are waited for, whatever plan they are of."""
 _NEW = 24
 """Steps without a trial that a new request begins with, for each algorithm, at least."""
 
@@ -146,6 +148,7 @@ class DraftPolicy:
         most: Array,
         context: float = 0.0,
         known: Mapping[int, Rows] | None = None,
+        early: Collection[int] = (),
     ) -> Plan:
         """Return the plan of a step.
 
@@ -156,6 +159,8 @@ class DraftPolicy:
             known: by algorithm, [n, D] float64, the survival of the nodes that it will draft, as
                 far as it tells that; 0 from where on it drafts none. Of the others it is
                 estimated.
+            early: those of them whose drafts may be taken as they were foreseen: where that gives
+                more than to wait for them, drafting takes nothing.
         """
         self._step += 1
         known = known or {}
@@ -169,7 +174,8 @@ class DraftPolicy:
             rows = self._rows_of(request_ids)
             survival = _with_known(self.acceptance.survival(rows), known)
             survival = survival * (most[:, :, None] >= self._reach)
-            plan = self._plan_many(rows, most, context, survival, known, filled)
+            free = early if self._waits.best(_EARLY) else ()
+            plan = self._plan_many(rows, most, context, survival, known, filled, free)
             self._expected[rows] = plan.tokens_of_each(survival)
         was_best, self._was_best = self._was_best, plan.reason not in (TRIED, TRIED_PLAIN)
         self._ids, self._planned = tuple(request_ids), rows
@@ -221,6 +227,7 @@ class DraftPolicy:
         survival: Array,
         known: Mapping[int, Rows],
         filled: Sequence[float],
+        free: Collection[int],
     ) -> Plan:
         """Return the plan of a step of several requests.
 
@@ -228,17 +235,19 @@ class DraftPolicy:
             rows: [n] of the requests.
             survival: [n, A, D] as in ``best_plan``.
             filled: [A], the share of the nodes asked for that an algorithm drafts.
+            free: the algorithms whose drafting takes nothing.
         """
         bs = len(rows)
         nodes = int(most.max(1, initial=0).sum())
         starts = self._starts(rows)
         costs = Costs.of(self.costs, bs, context, nodes, np.array(filled), starts, self._compiled)
+        costs = costs.without(free)
         plain = plain_plan(bs, costs)
         if not nodes:
             return attrs.evolve(plain, reason=NO_ROOM)
         depth = int(most.max())
         survival = survival[:, :, :depth]
-        plan = self._earned(self._best(rows, survival, costs, self._rate or plain.rate))
+        plan = self._earned(self._best(rows, survival, costs, free, self._rate or plain.rate))
         tried = self._trials.again(rows.tolist(), plan, most)
         if tried is not None:
             return attrs.evolve(planned(*tried, survival, costs), reason=TRIED)
@@ -264,22 +273,24 @@ class DraftPolicy:
         )
         return self._begun(found, rows.tolist(), plan)
 
-    def _best(self, rows: Array, survival: Array, costs: Costs, rate: float) -> Plan:
+    def _best(
+        self, rows: Array, survival: Array, costs: Costs, free: Collection[int], rate: float
+    ) -> Plan:
         """Return the best plan of a step of several requests, by what it takes to catch algorithms
         up where they draft for as long as they mostly do. That is short if they are mostly tried;
         so once that others draft in their place has taken as long as it takes to catch them up,
         they are.
 
         Args:
-            rows, survival, costs: of the step.
+            rows, survival, costs, free: of the step.
             rate: as in ``best_plan``.
         """
         plan = self._likeliest(best_plan(survival, costs, rate), survival, costs, rate)
         steps = self._step - self._compared
-        if steps < _COMPARED or (costs.drafters == self.costs.drafters).all():
+        caught_up = attrs.evolve(costs, drafters=self.costs.drafters).without(free)
+        if steps < _COMPARED or (costs.drafters == caught_up.drafters).all():
             return plan
         self._compared = self._step
-        caught_up = attrs.evolve(costs, drafters=self.costs.drafters)
         other = best_plan(survival, caught_up, rate)
         own = planned(plan.who, plan.depths, survival, caught_up)
         lost = (
@@ -482,14 +493,14 @@ class DraftPolicy:
         return more, depths, self.costs.padded_rows(plan.rows)
 
     def foreseen_nodes(self, plan: Plan, early: Collection[int]) -> int | None:
-        """Return how many nodes the steps that keep to a plan take of what was foreseen a step too
-        early: as many as were planned, and those that padding makes free. None: they wait for the
-        host's drafts, which are better.
+        """Return how many nodes a step with a plan, and those that keep to it, take of what was
+        foreseen a step too early: as many as were planned, and those that padding makes free. None:
+        they wait for the host's drafts, which are better.
 
         Args:
             early: the algorithms that foresaw it.
         """
-        if not self._waits.choose(plan.drafting):
+        if not self._waits.choose(_EARLY):
             return None
         own = int(plan.depths[np.isin(plan.who, list(early))].sum())
         return own + self.costs.padded_rows(plan.rows) - plan.rows
@@ -533,11 +544,10 @@ class DraftPolicy:
             every = zip(outcome.who, outcome.chances, strict=False)
             first = [chance for who, chance in every if who == form.algorithm and chance > 0]
             self._cut_depths.note(form.algorithm, first)
-        if came is None or not outcome.is_kept:
-            return
-        if outcome.waits is not None and not outcome.more:
-            self._waits.learn(plan.drafting, int(not outcome.waits), came)
-        if form is not None and outcome.waits is not False:
+        if came is not None and outcome.waits is not None and not outcome.more:
+            self._waits.learn(_EARLY, int(not outcome.waits), came)
+        # The step of a plan takes longer than those that keep to it, by what planning does.
+        if came is not None and form is not None and outcome.is_kept and outcome.waits is not False:
             self._cut_depths.learn(form, outcome.more, came)
 
     def hear(self, algorithm: int, request_ids: Sequence[str], right: Array) -> None:

@@ -20,20 +20,21 @@ DEEPEST = 63
 """The most nodes after the root that are planned for a request."""
 _KEPT = 3
 """Steps that keep to the plan of the one before them at most, where most of the requests are the
-same and at least ``_SEVERAL``."""
-_SEVERAL = 4
+same and at least ``SEVERAL``."""
+SEVERAL = 4
 _MOST_KEPT, _MOST_IDLE = 6, 8
 """The most such steps of a plan with drafts, and of one without. One that is as the one before it
 was is kept for twice as many: a plan of 64 requests takes a slow host 2 ms, beside steps of 6, and
 one of 256 takes 4."""
 _FOR_ONE = 16
 """Requests for each of these steps, but for the first, where text is looked up: that changes in few
-steps, and what is gained by a plan is more the fewer there are."""
+steps, and what is gained by a plan is more the fewer there are. Of drafts of that there is one."""
 _NEW_OF = 4
 """Requests of which one may be new, or have gone."""
-_LONGER = 1.1
-"""How many times as long the target's pass of such a step may take, with the requests that have
-come: 66 of 2 rows are padded to 192, which take an H200 a third longer than 128."""
+LONGER = 1.1
+"""How many times as long the target's pass of a step may take as planned, with requests that have
+come or what is found in their text: 66 of 2 rows are padded to 192, which take an H200 a third
+longer than 128."""
 _PROMISED = 0.75
 """Share of the tokens that a plan promised from which on it is kept."""
 
@@ -138,10 +139,12 @@ class KeptPlan:
         size = len(told.who)
         if plan.reason not in (BEST, NOTHING_PAYS):  # no trial is kept
             return None
-        if size >= _SEVERAL:
+        if size >= SEVERAL:
             is_told = any(np.any(np.asarray(rows)[:, 0]) for rows in known.values())
-            left = max(1, min(_KEPT, size // _FOR_ONE)) if is_told else _KEPT
-            most = _MOST_KEPT if plan.drafts else _MOST_IDLE
+            left, most = _KEPT, _MOST_KEPT if plan.drafts else _MOST_IDLE
+            if is_told:
+                looks_up = not plan.drafting.isdisjoint(known)
+                left = 1 if looks_up else max(1, min(_KEPT, size // _FOR_ONE))
             if not (plan.drafts and is_told):
                 left = min(left << min(alike, most), most)
             return cls(plan, told, launched, room, left)
@@ -166,10 +169,13 @@ class KeptPlan:
         )
         self.more = more
 
-    def take_foreseen(self, nodes: int) -> None:
-        """Have the steps that keep to it take the likeliest ``nodes`` that were foreseen."""
-        self.waits = False
-        self.told = attrs.evolve(self.told, as_foreseen=nodes, reason=FORESEEN)
+    def take_early(self, nodes: int | None) -> None:
+        """Have its step too, and those that keep to it, take the likeliest ``nodes`` that were
+        foreseen a step too early. None: they wait for the host's drafts."""
+        self.waits = nodes is None
+        self.launched = attrs.evolve(self.launched, waits=self.waits)
+        if nodes is not None:
+            self.told = attrs.evolve(self.told, as_foreseen=nodes, reason=FORESEEN)
 
     @property
     def asks_nobody(self) -> bool:
@@ -189,7 +195,7 @@ class KeptPlan:
         now, then = (
             policy.target_seconds(each.who, each.most_nodes) for each in (found, self.told)
         )
-        return found if now <= _LONGER * then else None
+        return found if now <= LONGER * then else None
 
     def _of_others(self, ids: tuple[str, ...], choices: DraftChoices) -> DraftPlan | None:
         """Return it for requests some of which are new; None: too many are, or have gone."""

@@ -16,7 +16,14 @@ from specplug.speculative.choice.benefit import Benefit, TakenSteps
 from specplug.speculative.choice.best_plan import Plan, load_plans
 from specplug.speculative.choice.draft_policy import NO_ROOM, DraftPolicy, StepOutcome
 from specplug.speculative.choice.foresight import Foresight, Rows
-from specplug.speculative.choice.kept_plan import DEEPEST, FORESEEN, KeptPlan, LaunchedStep, Room
+from specplug.speculative.choice.kept_plan import (
+    DEEPEST,
+    LONGER,
+    SEVERAL,
+    KeptPlan,
+    LaunchedStep,
+    Room,
+)
 from specplug.speculative.choice.rank_costs import RankCosts
 from specplug.speculative.choice.step_cost import CPU_COSTS, GPU_COSTS, StepCosts
 from specplug.speculative.draft_plan import (
@@ -40,9 +47,6 @@ _ON_DEVICE = "propose", "target", "verify", "extend", "receive"
 
 _MOST_LAUNCHED = 8
 """Steps that are planned and not processed at most."""
-_WAITS = 4
-"""Of so many planned steps one waits for the host's drafts where those that keep to it do not: of
-it is learned what that takes."""
 
 
 class MeasuredChoice:
@@ -70,7 +74,6 @@ class MeasuredChoice:
         self._kept: KeptPlan | None = None
         # What the last plan told all requests, and how many before it told the same.
         self._alike: tuple[tuple[int, int] | None, int] = None, 0
-        self._since_wait = 0  # planned steps that did not wait
         self._told: list[Hindsight] = []  # since a step was last processed
         self._launched: deque[LaunchedStep] = deque(maxlen=_MOST_LAUNCHED)
         self._on_cpu = True
@@ -167,33 +170,27 @@ class MeasuredChoice:
         kept = self._kept
         if kept is not None and kept.is_of_one(ids, self._room, known):
             return self._keep(kept, ids, tuple(known), kept.told)
-        plan = policy.plan(ids, self._room.depths, context, known)
-        launched = LaunchedStep(ids, context, tuple(known), plan)
         early = {a: rows for a, rows in known.items() if not foreseen[a].is_current}
+        plan = policy.plan(ids, self._room.depths, context, known, tuple(early))
+        launched = LaunchedStep(ids, context, tuple(known), plan)
         who, depths = _with_stand_by(plan, self._room.depths, early)
         most_nodes = tuple((1 + depths).tolist())
         told = DraftPlan(
             who=tuple(who.tolist()),
             most_nodes=most_nodes,
-            verify_budget=self._budget(choices, most_nodes),
+            verify_budget=self._budget(choices, plan, early, most_nodes),
             reason=plan.reason,
             expected_tokens=plan.tokens,
             expected_seconds=plan.seconds if policy.costs.is_measured else None,
         )
-        self._kept = KeptPlan.of(plan, told, launched, self._room, known, self._count_alike(plan))
-        if self._kept is not None and plan.drafts and len(ids) > 1:
-            self._vary(self._kept, choices, known, early)
-            if self._kept.waits is False and self._is_to_go_on():
-                nodes = self._kept.told.as_foreseen
-                told = attrs.evolve(told, as_foreseen=nodes, reason=FORESEEN)
-                launched = attrs.evolve(launched, waits=False)
+        alike = self._count_alike(plan)
+        kept = self._kept = KeptPlan.of(plan, told, launched, self._room, known, alike)
+        if kept is not None and plan.drafts and len(ids) > 1:
+            self._vary(kept, choices, known, early)
+            if kept.waits is not None:  # so does its step, but for deeper drafts
+                told, launched = kept.told, kept.launched
         self._launched.append(launched)
         return told
-
-    def _is_to_go_on(self) -> bool:
-        """Return whether a planned step takes what was foreseen, as those that keep to it do."""
-        self._since_wait = (self._since_wait + 1) % _WAITS
-        return self._since_wait > 0
 
     def _vary(
         self,
@@ -216,10 +213,7 @@ class MeasuredChoice:
         if deeper is not None:
             kept.deepen(*deeper)
         elif not plan.drafting.isdisjoint(early):
-            kept.waits = True
-            nodes = policy.foreseen_nodes(plan, early)
-            if nodes is not None:
-                kept.take_foreseen(nodes)
+            kept.take_early(policy.foreseen_nodes(plan, early))
 
     def _count_alike(self, plan: Plan) -> int:
         """Return how many plans in a row before this one told all requests the same."""
@@ -229,14 +223,20 @@ class MeasuredChoice:
         self._alike = own, count
         return count
 
-    def _budget(self, choices: DraftChoices, most_nodes: Sequence[int]) -> int | None:
-        """Return the rows of the largest recorded pass, where text that is looked up may give more:
-        how much is not known before. A pass with more takes a device twice as long, since it is
-        launched kernel by kernel."""
+    def _budget(
+        self, choices: DraftChoices, plan: Plan, early: Collection[int], most_nodes: Sequence[int]
+    ) -> int | None:
+        """Return the rows that the target's pass has at most where text that is looked up may give
+        more than was planned: those that it takes hardly longer for, and of the largest recorded
+        pass. A device takes twice as long for more, since it launches them kernel by kernel."""
         assert self._policy is not None
-        if not (self._policy.costs.waiting and choices.takes_budget):
+        costs, size = self._policy.costs, len(most_nodes)
+        if not (costs.waiting and choices.takes_budget):
             return None
-        return MOST_ROWS if len(most_nodes) <= MOST_ROWS < sum(most_nodes) else None
+        rows = MOST_ROWS
+        if size >= SEVERAL and not plan.drafting.isdisjoint(early):
+            rows = min(rows, costs.rows_within(size, plan.rows, LONGER))
+        return rows if size <= rows < sum(most_nodes) else None
 
     @hookimpl
     def on_step(self, report: StepReport) -> None:

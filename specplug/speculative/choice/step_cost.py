@@ -65,6 +65,15 @@ class StepWork:
     nodes: Several
     asked: Several = ()
 
+    def without(self, free: Collection[int]) -> StepWork:
+        """Return it with nothing of what these algorithms did to draft."""
+
+        def left(values: Several) -> list[float]:
+            return [0 if a in free else each for a, each in enumerate(values)]
+
+        depths, requests, nodes = map(left, (self.depths, self.requests, self.nodes))
+        return attrs.evolve(self, depths=depths, requests=requests, nodes=nodes)
+
 
 @attrs.frozen(kw_only=True)
 class DeclaredCosts:
@@ -257,23 +266,20 @@ class StepCosts:
             seconds: of the whole step.
             draft_seconds: how many of them the drafting took; None: not known apart.
             trusted: as in ``CostFilter.observe``.
-            waited: whether drafting took what it does: not where drafts of a host were taken as
-                they were foreseen. Then of the target alone is learned.
+            waited: whether the drafting of those that wait took what it does: not where drafts of a
+                host were taken as they were foreseen. Then it is taken to have taken nothing.
         """
         if self._is_fixed or not seconds > 0:
             return
         whole = None if trusted else seconds
         part = DRAFTED if any(work.requests) else PLAIN
-        if not waited:
-            if draft_seconds is not None and draft_seconds < seconds:
-                self._learn(work, seconds - draft_seconds, part, (True, False), whole)
-            return
+        work = work if waited else work.without(self.waiting)
         if draft_seconds is None or part == PLAIN or draft_seconds >= seconds:
             self._learn(work, seconds, part, (True, True), whole)
             return
         self._learn(work, seconds - draft_seconds, part, (True, False), whole)
         self._note_usual(work)
-        if draft_seconds > 0:
+        if draft_seconds > 0 and any(work.requests):
             hidden = self._hidden(work)
             shown = [a for a in range(self.algorithms) if a not in hidden]
             part = DRAFTED + 1 + max(shown, key=lambda a: work.requests[a])
@@ -412,6 +418,16 @@ class StepCosts:
         if not self._padded or rows > MOST_ROWS:
             return rows
         return int(_KNOTS[np.searchsorted(_KNOTS, rows)])
+
+    def rows_within(self, bs: int, rows: int, times: float) -> int:
+        """Return the most rows, as padded, of a pass that takes at most so many times as long as
+        one of ``rows`` does."""
+        padded, most = self.padded_rows(rows), times * self.target_seconds(bs, rows)
+        for knot in _KNOTS[padded < _KNOTS].astype(int).tolist():
+            if self.target_seconds(bs, knot) > most:
+                break
+            padded = knot
+        return padded
 
     def _weights(self, work: StepWork) -> Array:
         weights = np.empty(_FIXED + _OF_DRAFTER * self.algorithms)

@@ -1,5 +1,5 @@
-"""Which of several ways to take the steps of a plan gives the most: what is not taken mostly is taken
-now and then, so that all are compared in the same times."""
+"""Which of several ways to take the steps of a plan gives the most: each is taken now and then, so
+that all are compared in the same times."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import attrs
 _FIRST_STEPS = 6
 """Steps for which each way is taken at first."""
 _TURNS, _LESS = 6, 0.04
-"""Plans after which another way is taken for one, where it gives as much as the best. Where it gives
-less by this share it takes twice as many, by twice this five times, by thrice this ten times."""
+"""Plans after which another way is taken for one, where it gives as much as the best. If it gives
+less by this share there are twice as many, by twice this five times, by thrice this ten times."""
 _LEARNS = 1 / 10
 """What one step counts."""
 _LEAST_GAIN = 1.01

@@ -97,14 +97,30 @@ def test_drafting_is_learned_apart() -> None:
 
 
 def test_of_drafts_nobody_waited_for_the_pass_is_learned() -> None:
-    costs = StepCosts(1, CPU_COSTS, padded=False)
+    """And what another one's took beside them."""
+    costs = StepCosts(2, GPU_COSTS, padded=True, waiting=(0,))
+    plain = attrs.evolve(work(16, bs=16), depths=(0, 0), requests=(0, 0), nodes=(0, 0))
+    text = attrs.evolve(plain, rows=48, depths=(2, 0), requests=(16, 0), nodes=(32, 0))
+    both = attrs.evolve(plain, rows=48, depths=(2, 2), requests=(8, 8), nodes=(16, 16))
     for _ in range(60):
-        costs.observe(work(1), 0.004)
-        costs.observe(work(3, depth=2), 0.007, 0.002)
+        costs.observe(plain, 0.004)
+        costs.observe(text, 0.007, 0.002)
     for _ in range(60):
-        costs.observe(work(3, depth=2), 0.0061, 0.0001, waited=False)
-    assert costs.draft_seconds(work(3, depth=2)) == pytest.approx(0.002, rel=0.3)
-    assert costs.curve(1, 0, 3)[3] == pytest.approx(0.006, rel=0.03)
+        costs.observe(text, 0.0061, 0.0001, waited=False)
+        costs.observe(both, 0.0065, 0.0005, waited=False)
+    assert costs.draft_seconds(text) == pytest.approx(0.002, rel=0.3)
+    assert costs.draft_seconds(both.without([0])) == pytest.approx(0.0005, rel=0.3)
+    assert costs.target_seconds(16, 48) == pytest.approx(0.006, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("rows", "times", "most"), [(70, 1.05, 96), (70, 1.2, 128), (70, 99.0, 4096), (128, 1.0, 128)]
+)
+def test_rows_that_take_hardly_longer_are_found(rows: int, times: float, most: int) -> None:
+    """Where a row takes the 240th part of a plain step."""
+    costs = StepCosts(1, attrs.evolve(GPU_COSTS, request=0.0), padded=True)
+    assert costs.rows_within(64, rows, times) == most
+    assert costs.target_seconds(64, most) <= times * costs.target_seconds(64, rows)
 
 
 def test_fixed_costs_stay_as_declared() -> None:
