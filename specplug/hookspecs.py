@@ -307,11 +307,11 @@ def foresee_drafts(runtime: Runtime, requests: Sequence[RequestView]) -> Foresee
     NGRAM does. The choice of drafts compares what was foreseen with what the target took, whoever
     drafted, and so learns how often such scores come true. Where nothing that was committed is
     unknown to the algorithm, it goes by the scores of the very draft that it would get; else by
-    what came of drafts that were made a step after one had foreseen so much. What is asked for
-    then by ``propose`` is to be drafted as it was foreseen, or from what was read since. A plan may
-    take what was foreseen as it is (``DraftPlan.as_foreseen``): then ``propose`` is not called for
-    it, and the core goes on in the chain after the tokens that the algorithm has not read. So where
-    it is asked a step too early chains are best twice as deep as drafts.
+    those of the chain's nodes after the tokens that the running step is expected to commit. What is
+    asked for then by ``propose`` is to be drafted as it was foreseen, or from what was read since.
+    A plan may take what was foreseen as it is (``DraftPlan.as_foreseen``): then ``propose`` is not
+    called for it, and the core goes on in the chain after the tokens that the algorithm has not
+    read. So where it is asked a step too early chains are best twice as deep as drafts.
 
     What steps have left by ``DraftInput(host=…)`` and has come to the host is told by
     ``on_host_tensors`` before. Nothing waits for the device: so an algorithm may not have read yet
