@@ -436,7 +436,7 @@ def test_kept_steps_take_what_was_foreseen_if_it_pays(seconds: float, nodes: boo
 
 
 @pytest.mark.parametrize("way", [0, 1])
-def test_plan_counts_no_wait_where_drafts_are_taken_as_they_were_foreseen(
+def test_plan_counts_no_wait_for_drafts_that_were_foreseen(
     way: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TriedWays, "best", lambda known, form: way)

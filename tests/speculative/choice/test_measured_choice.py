@@ -253,7 +253,7 @@ def test_plan_as_the_one_before_it_is_kept_for_longer(
 
 @pytest.mark.parametrize("way", [0, 1])
 @pytest.mark.parametrize("is_current", [False, True])
-def test_planned_step_takes_what_was_foreseen_as_those_that_keep_to_it(
+def test_planned_step_goes_the_way_of_those_that_keep_to_it(
     way: int, is_current: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None does where nothing is waited for, or where waiting gives more."""
