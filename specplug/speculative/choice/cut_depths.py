@@ -71,11 +71,11 @@ class CutDepths:
         """Return how much deeper the next steps of this form draft; 0: not at all."""
         return self._ways.choose(form) if self._unlike[form.algorithm] else 0
 
-    def learn(self, form: DraftForm, more: int, came: float) -> None:
+    def learn(self, form: DraftForm, more: int, tokens: float, seconds: float) -> None:
         """Learn from a step that kept to a plan.
 
         Args:
             more: how much deeper its drafts were.
-            came: its tokens a second, as a share of what its plan promised.
+            tokens, seconds: of it, as shares of what its plan promised.
         """
-        self._ways.learn(form, more, came)
+        self._ways.learn(form, more, tokens, seconds)

@@ -23,7 +23,7 @@ class _Tried:
     """What came of a way.
 
     Attributes:
-        came: tokens a second, as a share of what plans promised, and of what all ways gave then.
+        came: tokens a second, as a share of what all ways gave at the time.
         steps: of which that was learned.
         turn: in which it was taken last.
     """
@@ -45,13 +45,14 @@ class _Form:
     Attributes:
         tried: by way.
         turn: plans so far.
-        level: what comes of them now, whatever the way. A text's beginning gives less than was
-            promised, and more later: a way that was taken then alone would seem to.
+        level: tokens and seconds that come of them now, as shares of what was promised, whatever
+            the way. A text's beginning gives less than was promised, and more later: a way that
+            was taken then alone would seem to.
     """
 
     tried: list[_Tried]
     turn: int = 0
-    level: float | None = None
+    level: tuple[float, float] | None = None
 
     @property
     def best(self) -> int:
@@ -59,11 +60,14 @@ class _Form:
         best = max(range(len(self.tried)), key=lambda way: self.tried[way].came)
         return best if self.tried[best].came > _LEAST_GAIN * self.tried[0].came else 0
 
-    def learn(self, way: int, came: float) -> None:
+    def learn(self, way: int, tokens: float, seconds: float, trust: float) -> None:
         """Learn from a step that took a way."""
-        level = came if self.level is None else self.level
-        self.level = level + _LEARNS * (came - level)
-        self.tried[way].learn(came / self.level)
+        before = self.level or (tokens, seconds)
+        of_tokens, of_seconds = self.level = (
+            before[0] + _LEARNS * (tokens - before[0]),
+            before[1] + _LEARNS * (seconds - before[1]),
+        )
+        self.tried[way].learn((tokens / of_tokens) ** trust * of_seconds / seconds)
 
     def take(self) -> int:
         """Return the way of the next plan."""
@@ -91,10 +95,13 @@ class TriedWays:
 
     Args:
         ways: how many there are; the first one is taken where no other gives more.
+        trust: how much of a difference in tokens is believed. How many a step gives is mostly luck;
+            what it takes is not.
     """
 
-    def __init__(self, ways: int) -> None:
+    def __init__(self, ways: int, trust: float = 1.0) -> None:
         self._ways = range(ways)
+        self._trust = trust
         self._forms: dict[Hashable, _Form] = {}
 
     def choose(self, form: Hashable) -> int:
@@ -109,14 +116,14 @@ class TriedWays:
         """Return the way that gives most, as far as is known."""
         return self._of(form).best
 
-    def learn(self, form: Hashable, way: int, came: float) -> None:
+    def learn(self, form: Hashable, way: int, tokens: float, seconds: float) -> None:
         """Learn from a step.
 
         Args:
             way: that it took.
-            came: its tokens a second, as a share of what its plan promised.
+            tokens, seconds: of it, as shares of what its plan promised.
         """
-        self._of(form).learn(way, came)
+        self._of(form).learn(way, tokens, seconds, self._trust)
 
     def _of(self, form: Hashable) -> _Form:
         found = self._forms.get(form)

@@ -22,7 +22,7 @@ def taken(came: tuple[float, float, float], steps: int, *, unlike: bool = True) 
             more = known.deeper(FORM)
             continue
         found.append(more)
-        known.learn(FORM, more, came[more] * random.normal(1.0, 0.03))
+        known.learn(FORM, more, came[more] * random.normal(1.0, 0.03), 1.0)
     return found
 
 
@@ -51,7 +51,7 @@ def test_forms_are_learned_apart() -> None:
     for _ in range(6):
         for more in (0, 1, 2):
             assert known.deeper(other) == more
-            known.learn(other, more, 1.0 + more)
+            known.learn(other, more, 1.0 + more, 1.0)
     assert known.deeper(other) == 2
     assert known.deeper(other._replace(depth=3)) == 0  # that is tried first
     assert known.deeper(FORM) == 0  # of that algorithm nothing is noted

@@ -18,7 +18,7 @@ def taken(came: list[float], steps: int, change: tuple[int, float] = (0, 0.0)) -
     for step in range(steps):
         found.append(ways.choose("form"))
         more = change[1] * (found[-1] == 1 and step >= change[0])
-        ways.learn("form", found[-1], came[found[-1]] + more)
+        ways.learn("form", found[-1], came[found[-1]] + more, 1.0)
     return found
 
 
@@ -51,7 +51,7 @@ def test_ways_are_compared_in_the_same_times() -> None:
     for step in range(200):
         found.append(ways.choose("form"))
         came = (1.05, 1.0 if step < 60 else 1.3)[found[-1]]
-        ways.learn("form", found[-1], came * (1 + (step >= 12)))
+        ways.learn("form", found[-1], came * (1 + (step >= 12)), 1.0)
     assert found[12:60].count(0) > 40
     assert found[150:].count(1) > 45
 
@@ -60,6 +60,16 @@ def test_forms_are_learned_apart() -> None:
     ways = TriedWays(2)
     for _ in range(100):
         way = ways.choose("fast")
-        ways.learn("fast", way, 1.0 + way)
+        ways.learn("fast", way, 1.0 + way, 1.0)
     assert (ways.best("fast"), ways.best("other")) == (1, 0)
     assert {ways.choose("fast") for _ in range(5)} == {1}
+
+
+@pytest.mark.parametrize(("trust", "way"), [(1.0, 0), (0.5, 1)])
+def test_less_of_a_difference_in_tokens_may_be_believed(trust: float, way: int) -> None:
+    """The second way seems to give 8 % fewer, and takes 6 % less."""
+    ways = TriedWays(2, trust)
+    for _ in range(50):
+        taken = ways.choose("form")
+        ways.learn("form", taken, (1.0, 0.92)[taken], (1.0, 0.94)[taken])
+    assert ways.best("form") == way
