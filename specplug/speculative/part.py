@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 _SHORT_PROMPT = 32
 """Rows of a prompt, without what the prefix cache has, up to which it may be fed late."""
 _IDLE = 16
-"""Decode steps without a draft of an algorithm after which it is fed short prompts late: of an 8B
-model EAGLE-3 takes 0.3 ms of 5 for one."""
+"""Decode steps without a draft of an algorithm after which it is fed short prompts late, of an 8B
+model EAGLE-3 takes 0.3 ms of 5 for one, and of decode steps nothing for which nobody waits."""
 
 _WORTH_A_PASS = 192
-"""Rows of several steps from which on they are fed while a device waits for the host: up to 256 are
-one recorded pass, which takes as long for fewer."""
+"""Rows of several steps from which on they are fed before their algorithm drafts: up to 256 are one
+recorded pass, which takes as long for fewer."""
 _BUSY_WITH_HOST = ("cpu",)
 """Devices on which nothing runs while the host plans: there what has drafted is fed when it drafts
 again."""
@@ -249,10 +249,15 @@ class Part:
             batch = sub_batch(batch, places, upload(places, batch.req_indices.device))
         self._feed(batch)
 
-    def feed_known(self, batch: Batch) -> None:
-        """Feed it what steps before this one have left, if that is worth a pass: before the next
-        step a device waits for the host, and catches it up meanwhile."""
-        if self._late is None or not self._feeds_ahead:
+    def feed_known(self, batch: Batch, *, waits: bool) -> None:
+        """Feed it what steps before this one have left, if that is worth a pass.
+
+        Args:
+            waits: whether a device waits for the host before the next step, and catches it up
+                meanwhile. Else it is fed if it drafts now and then: to catch it up at once, when it
+                is to draft, takes the host longer than the device, which would wait.
+        """
+        if self._late is None or not (self._feeds_ahead and (waits or self._idle < _IDLE)):
             return
         for own, output in self._late.take_known(batch, _WORTH_A_PASS):
             self._feed_one(own, output, drafts_follow=False)

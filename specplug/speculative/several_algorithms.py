@@ -164,9 +164,11 @@ class SeveralAlgorithms(HeldParts):
     ) -> DraftInput:
         made = super().build_draft_input(runtime, batch, target_output)
         parts: Sequence[Part] = runtime.worker.parts
-        if any(part.hooks.waits and n in batch.drafters for n, part in enumerate(parts)):
-            for part in parts:  # mostly the next step waits for the host again
-                part.feed_known(batch)
+        hosts = [part.hooks for n, part in enumerate(parts) if n in batch.drafters]
+        waits = any(hooks.waits for hooks in hosts)  # mostly the next step does again
+        if waits or any(hooks.takes_foreseen for hooks in hosts):
+            for part in parts:
+                part.feed_known(batch, waits=waits)
         return made
 
     @hookimpl

@@ -54,9 +54,11 @@ class Turns:
     """Has algorithms draft by turns of random lengths, nobody most of the time, and keeps what they
     draft."""
 
-    def __init__(self, seed: int = 0, *, alike: bool = False) -> None:
+    def __init__(
+        self, seed: int = 0, *, alike: bool = False, as_foreseen: int | None = None
+    ) -> None:
         self.random = random.Random(seed)
-        self.alike = alike
+        self.alike, self.as_foreseen = alike, as_foreseen
         self.left: dict[str, tuple[int, int]] = {}
         self.drafts: list[tuple[str, list[int]]] = []
 
@@ -64,7 +66,8 @@ class Turns:
     def plan_drafts(self, batch: Batch, choices: DraftChoices) -> DraftPlan:
         names = [request.request_id for request in batch.requests]
         who = tuple(self._turn("" if self.alike else name, len(choices.names)) for name in names)
-        return DraftPlan(who=who, most_nodes=choices.most_nodes)
+        most = choices.most_nodes
+        return DraftPlan(who=who, most_nodes=most, as_foreseen=self.as_foreseen)
 
     def _turn(self, name: str, count: int) -> int:
         who, left = self.left.get(name, (-1, 0))
@@ -87,7 +90,8 @@ class Turns:
 
 
 def drafts(algorithm: str, params: Any = PARAMS, **settings: Any) -> tuple[Turns, list[Any]]:
-    turns = Turns(alike=settings.pop("alike", False))
+    own = {name: settings.pop(name) for name in ("alike", "as_foreseen") if name in settings}
+    turns = Turns(**own)
     given = {**SMALL, **settings, "extensions": [turns]}
     with LLM(speculative_algorithm=algorithm, **given) as llm:
         outputs = llm.generate(PROMPTS, params)
@@ -139,6 +143,32 @@ def test_drafts_are_those_of_one_fed_at_each_step(
         assert ahead == bool(skipped), len(skipped)
     monkeypatch.setattr(Part, "feed_late", lambda self, name: iter(()))
     fed, expected = drafts(algorithm, **settings)
+    assert tokens == expected
+    assert late.drafts == fed.drafts
+    assert sum(len(draft) > 1 for _, draft in late.drafts) > 10
+
+
+@pytest.mark.parametrize("idle", [16, 0])
+def test_what_drafts_now_and_then_is_fed_where_nobody_waits(
+    idle: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the drafts of others are taken as they were foreseen."""
+    monkeypatch.setattr("specplug.debug.DEBUG", True)
+    monkeypatch.setattr(part, "_BUSY_WITH_HOST", ())
+    monkeypatch.setattr(part, "_WORTH_A_PASS", 3)
+    monkeypatch.setattr(part, "_IDLE", idle)
+    known, take_known = [], LateFeed.take_known
+
+    def counted(self: LateFeed, batch: Batch, least: int) -> Any:
+        for own, output in take_known(self, batch, least):
+            known.append(own.size)
+            yield own, output
+
+    monkeypatch.setattr(LateFeed, "take_known", counted)
+    late, tokens = drafts("NGRAM,EAGLE3", as_foreseen=64)
+    assert bool(known) == bool(idle)
+    monkeypatch.setattr(Part, "feed_late", lambda self, name: iter(()))
+    fed, expected = drafts("NGRAM,EAGLE3", as_foreseen=64)
     assert tokens == expected
     assert late.drafts == fed.drafts
     assert sum(len(draft) > 1 for _, draft in late.drafts) > 10
