@@ -99,6 +99,26 @@ def drafts(algorithm: str, params: Any = PARAMS, **settings: Any) -> tuple[Turns
     return turns, [output.token_ids for output in outputs]
 
 
+def fed_while_known(monkeypatch: pytest.MonkeyPatch, *, ahead: bool) -> list[int]:
+    """Return the batch sizes of what ``LateFeed.take_known`` yields from now on.
+
+    Args:
+        ahead: whether draft models are fed ahead, as beside a device, of few rows too.
+    """
+    known, take_known = list[int](), LateFeed.take_known
+
+    def counted(self: LateFeed, batch: Batch, least: int) -> Any:
+        for own, output in take_known(self, batch, least):
+            known.append(own.size)
+            yield own, output
+
+    monkeypatch.setattr(LateFeed, "take_known", counted)
+    if ahead:
+        monkeypatch.setattr(part, "_BUSY_WITH_HOST", ())
+        monkeypatch.setattr(part, "_WORTH_A_PASS", 3)
+    return known
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
     ("algorithm", "settings"),
@@ -125,17 +145,7 @@ def test_drafts_are_those_of_one_fed_at_each_step(
         skip(self, batch)
 
     monkeypatch.setattr(LateFeed, "skip", counted)
-    known, take_known = [], LateFeed.take_known
-
-    def counted_known(self: LateFeed, batch: Batch, least: int) -> Any:
-        for own, output in take_known(self, batch, least):
-            known.append(own.size)
-            yield own, output
-
-    monkeypatch.setattr(LateFeed, "take_known", counted_known)
-    if ahead:
-        monkeypatch.setattr(part, "_BUSY_WITH_HOST", ())
-        monkeypatch.setattr(part, "_WORTH_A_PASS", 3)
+    known = fed_while_known(monkeypatch, ahead=ahead)
     late, tokens = drafts(algorithm, **settings)
     if algorithm.startswith("NGRAM"):  # which a device waits for
         assert bool(known) == ahead
@@ -154,17 +164,8 @@ def test_what_drafts_now_and_then_is_fed_where_nobody_waits(
 ) -> None:
     """While the drafts of others are taken as they were foreseen."""
     monkeypatch.setattr("specplug.debug.DEBUG", True)
-    monkeypatch.setattr(part, "_BUSY_WITH_HOST", ())
-    monkeypatch.setattr(part, "_WORTH_A_PASS", 3)
     monkeypatch.setattr(part, "_IDLE", idle)
-    known, take_known = [], LateFeed.take_known
-
-    def counted(self: LateFeed, batch: Batch, least: int) -> Any:
-        for own, output in take_known(self, batch, least):
-            known.append(own.size)
-            yield own, output
-
-    monkeypatch.setattr(LateFeed, "take_known", counted)
+    known = fed_while_known(monkeypatch, ahead=True)
     late, tokens = drafts("NGRAM,EAGLE3", as_foreseen=64)
     assert bool(known) == bool(idle)
     monkeypatch.setattr(Part, "feed_late", lambda self, name: iter(()))
