@@ -321,10 +321,10 @@ def test_foresight_after_kept_plans_lacks_no_more(monkeypatch: pytest.MonkeyPatc
     lacked: list[int] = []
     foresee = MeasuredChoice._foresee
 
-    def watched(self: Any, algorithm: int, foreseen: Any, batch: Any) -> Any:
+    def watched(self: Any, algorithm: int, foreseen: Any, batch: Any, *rest: Any) -> Any:
         texts = [len(request.token_ids) for request in batch.requests]
         lacked.extend(text - known for text, known in zip(texts, foreseen.known, strict=True))
-        return foresee(self, algorithm, foreseen, batch)
+        return foresee(self, algorithm, foreseen, batch, *rest)
 
     monkeypatch.setattr(MeasuredChoice, "_foresee", watched)
     params = SamplingParams(max_tokens=24, ignore_eos=True)

@@ -176,8 +176,7 @@ class DraftPolicy:
             self._expected[rows] = plan.tokens
         else:
             rows = self._rows_of(request_ids)
-            survival = _with_known(self.acceptance.survival(rows), known)
-            survival = survival * (most[:, :, None] >= self._reach)
+            survival = self._able(self.acceptance.survival(rows), most, known)
             free = early if self._waits.best(_EARLY) else ()
             plan = self._plan_many(rows, most, context, survival, known, filled, free)
             self._expected[rows] = plan.tokens_of_each(survival)
@@ -261,8 +260,7 @@ class DraftPolicy:
             return plan
         ages = self._step - self._heard[rows]
         ages[:, list(known)] = 0
-        hopeful = _with_known(self.acceptance.hopeful(rows, hope(ages)), known)
-        hopeful = hopeful * (most[:, :, None] >= self._reach)
+        hopeful = self._able(self.acceptance.hopeful(rows, hope(ages)), most, known)
         shares = self._cost_shares()
         ages[:, np.array(shares) < 1] += FRESH + 1
         found = self._trials.mended(
@@ -276,6 +274,11 @@ class DraftPolicy:
             self._late(rows, plan),
         )
         return self._begun(found, rows.tolist(), plan)
+
+    def _able(self, chances: Array, most: Array, known: Mapping[int, Rows]) -> Array:
+        """Return survivals [n, A, D] with those that are known, 0 where nothing may be drafted."""
+        able: Array = _with_known(chances, known) * (most[:, :, None] >= self._reach)
+        return able
 
     def _best(
         self, rows: Array, survival: Array, costs: Costs, free: Collection[int], rate: float
@@ -291,8 +294,10 @@ class DraftPolicy:
         """
         plan = self._likeliest(best_plan(survival, costs, rate), survival, costs, rate)
         steps = self._step - self._compared
+        if steps < _COMPARED:
+            return plan
         caught_up = attrs.evolve(costs, drafters=self.costs.drafters).without(free)
-        if steps < _COMPARED or (costs.drafters == caught_up.drafters).all():
+        if (costs.drafters == caught_up.drafters).all():
             return plan
         self._compared = self._step
         other = best_plan(survival, caught_up, rate)

@@ -164,14 +164,14 @@ class MeasuredChoice:
         )
         self._told += choices.hindsight
         ids, context = _ids(batch), _context(batch)
-        known = {a: self._foresee(a, each, batch) for a, each in foreseen.items()}
+        known = {a: self._foresee(a, each, batch, ids) for a, each in foreseen.items()}
         if self._room is None or not self._room.is_of(choices):
             self._room = Room.of(choices)
         kept = self._kept
         if kept is not None and kept.is_of_one(ids, self._room, known):
             return self._keep(kept, ids, tuple(known), kept.told)
         early = {a: rows for a, rows in known.items() if not foreseen[a].is_current}
-        plan = policy.plan(ids, self._room.depths, context, known, tuple(early))
+        plan = policy.plan(ids, self._room.depths, context, known, early)
         launched = LaunchedStep(ids, context, tuple(known), plan)
         who, depths = _with_stand_by(plan, self._room.depths, early)
         most_nodes = tuple((1 + depths).tolist())
@@ -302,13 +302,15 @@ class MeasuredChoice:
         for foresight in self._foresights:
             foresight.forget(report.request_id)
 
-    def _foresee(self, algorithm: int, foreseen: ForeseenDrafts, batch: Batch) -> Rows:
+    def _foresee(
+        self, algorithm: int, foreseen: ForeseenDrafts, batch: Batch, ids: tuple[str, ...]
+    ) -> Rows:
         """Learn from what has become known of what an algorithm foresaw before; return the
         survivals of what it will draft by what it foresees now."""
         assert self._policy is not None
         foresight = self._foresights[algorithm]
         foresight.compare(batch.requests)
-        ahead = None if foreseen.is_current else self._policy.ahead(_ids(batch))
+        ahead = None if foreseen.is_current else self._policy.ahead(ids)
         survivals, bins = foresight.expect(foreseen.scores.numpy(), ahead)
         foresight.wait(batch.requests, foreseen.known, foreseen.tokens.numpy(), bins, ahead)
         return survivals
