@@ -1,8 +1,10 @@
-"""Which of several ways to take the steps of a plan gives the most: each is taken now and then, so
-that all are compared in the same times."""
+"""Which of several ways to take the steps of a plan gives the most: each is taken now and then, and
+compared with what others gave right before and after. What all give changes more, from text to
+text, than what one gives more than another."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 
 import attrs
@@ -12,8 +14,14 @@ _FIRST_STEPS = 6
 _TURNS, _LESS = 6, 0.04
 """Plans after which another way is taken for one, where it gives as much as the best. If it gives
 less by this share there are twice as many, by twice this five times, by thrice this ten times."""
-_LEARNS = 1 / 10
-"""What one step counts."""
+_NEAR = 2
+"""Steps between two of different ways that are compared, at most."""
+_OF_LAST = 0.3
+"""What one step counts in what a way gives now."""
+_LEARNS = 1 / 12
+"""What one comparison counts."""
+_MOST_MISSED = 0.15
+"""By how much a comparison is off at most: a step of a host that stood still is no way's."""
 _LEAST_GAIN = 1.01
 """How many times as many tokens a second another way than the first has to give."""
 
@@ -23,19 +31,40 @@ class _Tried:
     """What came of a way.
 
     Attributes:
-        came: tokens a second, as a share of what all ways gave at the time.
-        steps: of which that was learned.
+        gain: the logarithm of the tokens a second that it gives, beside those of the other ways.
+        compared: how often that was learned.
+        level: the same of its last steps by themselves.
+        step: the last one.
+        steps: how many there were.
         turn: in which it was taken last.
     """
 
-    came: float = 1.0
+    gain: float = 0.0
+    compared: int = 0
+    level: float = 0.0
+    step: int = 0
     steps: int = 0
     turn: int = 0
 
-    def learn(self, came: float) -> None:
-        """Learn from a step."""
+    def is_near(self, step: int) -> bool:
+        """Return whether it was taken shortly before a step."""
+        return self.steps > 0 and step - self.step <= _NEAR
+
+    def compare(self, other: _Tried, came: float) -> None:
+        """Learn from a step beside the last ones of another way."""
+        self.compared += 1
+        other.compared += 1
+        missed = came - other.level - (self.gain - other.gain)
+        missed = min(max(missed, -_MOST_MISSED), _MOST_MISSED)
+        half = 0.5 * missed * max(_LEARNS, 1 / min(self.compared, other.compared))
+        self.gain += half
+        other.gain -= half
+
+    def take(self, step: int, came: float) -> None:
+        """Count a step."""
+        self.level += (_OF_LAST if self.is_near(step) else 1.0) * (came - self.level)
+        self.step = step
         self.steps += 1
-        self.came += max(_LEARNS, 1 / self.steps) * (came - self.came)
 
 
 @attrs.define(eq=False)
@@ -45,29 +74,28 @@ class _Form:
     Attributes:
         tried: by way.
         turn: plans so far.
-        level: tokens and seconds that come of them now, as shares of what was promised, whatever
-            the way. A text's beginning gives less than was promised, and more later: a way that
-            was taken then alone would seem to.
+        step: steps so far.
     """
 
     tried: list[_Tried]
     turn: int = 0
-    level: tuple[float, float] | None = None
+    step: int = 0
 
     @property
     def best(self) -> int:
         """The way that gives most."""
-        best = max(range(len(self.tried)), key=lambda way: self.tried[way].came)
-        return best if self.tried[best].came > _LEAST_GAIN * self.tried[0].came else 0
+        best = max(range(len(self.tried)), key=lambda way: self.tried[way].gain)
+        gained = self.tried[best].gain - self.tried[0].gain
+        return best if gained > math.log(_LEAST_GAIN) else 0
 
-    def learn(self, way: int, tokens: float, seconds: float, trust: float) -> None:
+    def learn(self, way: int, came: float) -> None:
         """Learn from a step that took a way."""
-        before = self.level or (tokens, seconds)
-        of_tokens, of_seconds = self.level = (
-            before[0] + _LEARNS * (tokens - before[0]),
-            before[1] + _LEARNS * (seconds - before[1]),
-        )
-        self.tried[way].learn((tokens / of_tokens) ** trust * of_seconds / seconds)
+        self.step += 1
+        own = self.tried[way]
+        for other in self.tried:
+            if other is not own and other.is_near(self.step):
+                own.compare(other, came)
+        own.take(self.step, came)
 
     def take(self) -> int:
         """Return the way of the next plan."""
@@ -84,8 +112,8 @@ class _Form:
         best = self.best
         for way in ways:
             tried = self.tried[way]
-            less = (1 - tried.came / self.tried[best].came) / _LESS
-            if way != best and self.turn - tried.turn >= _TURNS * (1 + max(0.0, less) ** 2):
+            less = max(0.0, self.tried[best].gain - tried.gain) / _LESS
+            if way != best and self.turn - tried.turn >= _TURNS * (1 + less**2):
                 return way
         return best
 
@@ -121,9 +149,9 @@ class TriedWays:
 
         Args:
             way: that it took.
-            tokens, seconds: of it, as shares of what its plan promised.
+            tokens, seconds: of it, as shares of what is expected of its plan, whatever the way.
         """
-        self._of(form).learn(way, tokens, seconds, self._trust)
+        self._of(form).learn(way, self._trust * math.log(tokens) - math.log(seconds))
 
     def _of(self, form: Hashable) -> _Form:
         found = self._forms.get(form)
