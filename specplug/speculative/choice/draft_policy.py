@@ -293,11 +293,12 @@ class DraftPolicy:
             rate: as in ``best_plan``.
         """
         plan = self._likeliest(best_plan(survival, costs, rate), survival, costs, rate)
-        steps = self._step - self._compared
-        if steps < _COMPARED:
-            return plan
         caught_up = attrs.evolve(costs, drafters=self.costs.drafters).without(free)
-        if (costs.drafters == caught_up.drafters).all():
+        late = set(np.flatnonzero((costs.drafters != caught_up.drafters).any(1)).tolist())
+        if not plan.drafting.isdisjoint(late):
+            plan = _settled(plan, survival, costs, caught_up, rate)
+        steps = self._step - self._compared
+        if steps < _COMPARED or not late:
             return plan
         self._compared = self._step
         other = best_plan(survival, caught_up, rate)
@@ -557,7 +558,9 @@ class DraftPolicy:
             return
         took = seconds / plan.seconds
         if outcome.waits is not None and not outcome.more:
-            self._waits.learn(_EARLY, int(not outcome.waits), came, took)
+            # Not beside the plan's own: whether that counts the wait is what is learned here.
+            own = self.costs.target_seconds(size, plan.rows)
+            self._waits.learn(_EARLY, int(not outcome.waits), came, seconds / own)
         # The step of a plan takes longer than those that keep to it, by what planning does.
         if form is not None and outcome.is_kept and outcome.waits is not False:
             self._cut_depths.learn(form, outcome.more, came, took)
@@ -677,6 +680,19 @@ class DraftPolicy:
             self._heard[row] = np.minimum(self._step - _NEW, self._drafted)
             self._catch_ups.begin(row, self._step)
         return row
+
+
+def _settled(plan: Plan, survival: Array, costs: Costs, caught_up: Costs, rate: float) -> Plan:
+    """Return a plan whose algorithms are to be caught up with the depths that are best from then
+    on: that takes as long however deep they draft, and is no reason to verify more.
+
+    Args:
+        survival, costs, rate: of the step, as in ``best_plan``.
+        caught_up: its costs without that.
+    """
+    own = np.where(plan.who[:, None] == np.arange(survival.shape[1]), 1.0, 0.0)
+    best = best_plan(survival * own[:, :, None], caught_up, rate)
+    return planned(best.who, best.depths, survival, costs) if best.drafts else plan
 
 
 def _form_of(plan: Plan, known: Collection[int]) -> DraftForm | None:

@@ -11,6 +11,7 @@ import pytest
 from draft_simulator import Machine, Run, best_fixed, outcome_of, plain, simulate, survival
 
 from specplug.speculative.choice.best_plan import BEST, Plan
+from specplug.speculative.choice.catch_ups import CatchUps
 from specplug.speculative.choice.draft_policy import DraftPolicy, StepOutcome
 from specplug.speculative.choice.step_cost import CPU_COSTS, GPU_COSTS, StepCosts
 from specplug.speculative.choice.tried_ways import TriedWays
@@ -170,6 +171,21 @@ def test_drafter_that_is_mostly_tried_is_caught_up_in_time() -> None:
     run = simulate(gpu, acceptance, 400, depth=7, declared=GPU_COSTS, foreseen=(0,))
     assert run.rate() > 1.03 * best
     assert np.mean([(who == 1).mean() for who in run.who]) > 0.2
+
+
+def test_catching_up_makes_no_draft_deeper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes as long however deep is drafted, and the next steps do without."""
+    policy = DraftPolicy(StepCosts(1, GPU_COSTS, padded=False, is_fixed=True), 12)
+    ids, most = tuple(map(str, range(64))), np.full((64, 1), 12)
+    known = {0: np.full((64, 12), 0.85) ** np.arange(1, 13)}
+    usual = policy.plan(ids, most, known=known)
+    monkeypatch.setattr(CatchUps, "are_free", False)
+    late = np.array([1.0]), np.zeros(1)
+    monkeypatch.setattr(CatchUps, "starts", lambda *given: late)
+    found = policy.plan(ids, most, known=known)
+    assert 0 < usual.depths.max() < 12
+    assert (found.depths == usual.depths).all()
+    assert found.seconds == pytest.approx(usual.seconds + 1.0)
 
 
 @pytest.mark.parametrize("bs", [1, 16, 64])
