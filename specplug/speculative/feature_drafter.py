@@ -31,8 +31,9 @@ _SINGLE_ROWS = 256
 """Rows of chunks or of several steps that each are a request of its own for a recorded pass: a
 chunk's pass is launched kernel by kernel, which takes ten times as long, and keeps the host from
 the next step. Each row reads its context."""
-_MOST_SINGLE_ROWS = 4 * _SINGLE_ROWS
-"""Rows of several steps that are read so at most; of more the chunk's pass takes no longer."""
+_MOST_SINGLE_ROWS = 8 * _SINGLE_ROWS
+"""Rows of several steps that are read so at most: of 16 requests whose 128 rows each are too many
+to wait an H200 takes 5 ms so, and 8 ms for a chunk."""
 _MOST_KEYS = 1 << 18
 """Keys that rows of chunks may read so, as 256 rows that see 1,024 each: a chunk's pass reads a key
 once for many rows."""
