@@ -57,15 +57,19 @@ class ForeseenStep:
         width = max(widths, default=1)
         if width == 1:
             return Draft.chain(roots.unsqueeze(1))
-        integers = np.concatenate((known[:, None], tokens.clip(0, vocab_size - 1)), axis=1)
-        sent, chances = _sent(integers, scores, roots.device)
-        came = batch.seq_lens + 1 - sent[:, 0]
+        # A column more of each stands for what was not foreseen.
+        size, columns = tokens.shape
+        integers = np.zeros((size, 1 + columns + 1), dtype=np.int64)
+        integers[:, 0] = 1 - known
+        np.clip(tokens, 0, vocab_size - 1, out=integers[:, 1:-1])
+        floats = np.full((size, columns + 1), -np.inf, dtype=np.float32)
+        floats[:, :-1] = scores
+        sent, chances = _sent(integers, floats, roots.device)
+        came = batch.seq_lens + sent[:, 0]
         at = came.unsqueeze(1) + arange(width - 1, roots.device)
-        last = tokens.shape[1] - 1
-        at, is_after = at.clamp(0, last), at > last
+        at.clamp_(0, columns)
         drafted = torch.cat((roots.unsqueeze(1), sent[:, 1:].gather(1, at)), dim=1)
-        scored = torch.zeros(drafted.shape, dtype=torch.float32, device=roots.device)
-        scored[:, 1:] = chances.gather(1, at).masked_fill_(is_after, -torch.inf)
+        scored = torch.cat((chances.new_zeros(size, 1), chances.gather(1, at)), dim=1)
         return Draft.chain(drafted, widths, scores=scored)
 
     def _of(self, request_ids: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -88,7 +92,7 @@ def _likeliest(scores: np.ndarray, rooms: np.ndarray, most: int) -> list[int]:
         rooms: [n] nodes of each request at most.
         most: nodes of all of them at most.
     """
-    survivals = np.nan_to_num(scores, nan=-np.inf, neginf=-np.inf).cumsum(1)
+    survivals = np.fmin(np.fmax(scores, -np.inf), 0.0).cumsum(1)  # not a number: never
     survivals[np.arange(scores.shape[1]) >= rooms[:, None]] = -np.inf
     count = min(most, np.count_nonzero(survivals > -np.inf))
     first = np.argsort(-survivals, axis=None, kind="stable")[:count]  # no node before its parent

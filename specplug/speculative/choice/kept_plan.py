@@ -21,6 +21,8 @@ DEEPEST = 63
 _KEPT = 3
 """Steps that keep to the plan of the one before them at most, where most of the requests are the
 same and at least ``SEVERAL``."""
+_KEPT_TEXT = 2
+"""The same where text that is looked up is drafted: it changes sooner."""
 SEVERAL = 4
 _MOST_KEPT, _MOST_IDLE = 6, 8
 """The most such steps of a plan with drafts, and of one without. One that is as the one before it
@@ -144,7 +146,7 @@ class KeptPlan:
             left, most = _KEPT, _MOST_KEPT if plan.drafts else _MOST_IDLE
             if is_told:
                 looks_up = not plan.drafting.isdisjoint(known)
-                left = 1 if looks_up else max(1, min(_KEPT, size // _FOR_ONE))
+                left = _KEPT_TEXT if looks_up else max(1, min(_KEPT, size // _FOR_ONE))
             if not (plan.drafts and is_told):
                 left = min(left << min(alike, most), most)
             return cls(plan, told, launched, room, left)
