@@ -219,16 +219,17 @@ class KnownNgram(Ngram):
         def known(request_ids: Sequence[str], rooms: Sequence[int], *rest: Any) -> Any:
             states = [*map(worker.requests.get, request_ids)]
             read = [0 if each is None else each.prompt_read + each.observed for each in states]
-            own = [
-                min(room, 1 + max(0, COPIED_STRETCH - place % STRETCH))
-                if each is not None and _is_partly(each.owner)
-                else room
-                for room, place, each in zip(rooms, read, states, strict=True)
-            ]
+            partly = [each is not None and _is_partly(each.owner) for each in states]
+            own = rooms
+            if any(partly):
+                own = [
+                    min(room, 1 + max(0, COPIED_STRETCH - place % STRETCH)) if some else room
+                    for room, place, some in zip(rooms, read, partly, strict=True)
+                ]
             drafts = look_up(request_ids, own, *rest)
             tokens = drafts.tokens.numpy()[:, 1:]
             places = np.array(read)[:, None] + np.arange(tokens.shape[1]) + 31 * tokens
-            tokens ^= wrong[places % _POSITIONS]  # for each text elsewhere
+            tokens ^= wrong[places & (_POSITIONS - 1)]  # for each text elsewhere
             return drafts
 
         worker._look_up = known

@@ -326,7 +326,7 @@ class Engine:
             ended = request.finished
             if prefill.outputs is not None and not ended:
                 prefill.outputs.give(request, chunk.start, rows, sampled=i)
-            taken = self._append(request, tokens[i : i + 1]) if chunk.is_last else 0
+            taken = request.extend(tokens[i : i + 1]) if chunk.is_last else 0
             if taken and len(request.output_token_ids) > 1:  # it was prefilled before
                 request.accept_lens.append(taken)
             given.append(taken == 1)
@@ -353,7 +353,7 @@ class Engine:
             if decode.outputs is not None and not ended:
                 root = len(request.token_ids) - 1
                 decode.outputs.give(request, root, slice(first, first + accepted))
-            taken = self._append(request, tokens[i][:accepted])
+            taken = request.extend(tokens[i][:accepted])
             if taken:
                 request.accept_lens.append(taken)
             if request.finished and not ended:
@@ -361,15 +361,6 @@ class Engine:
             kept.append(taken)
             self.scheduler.processed(request, committed=accepted)
         return kept
-
-    def _append(self, request: Request, tokens: Sequence[int]) -> int:
-        """Give a request tokens up to the one that ends it; return how many it took."""
-        before = len(request.output_token_ids)
-        for token in tokens:
-            if request.finished:
-                break
-            request.append(token)
-        return len(request.output_token_ids) - before
 
     def _take_received(self) -> None:
         """Queue the requests that another instance has prefilled, with their first token."""

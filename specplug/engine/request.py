@@ -204,6 +204,26 @@ class Request:
         running = self.status is RequestStatus.RUNNING and self.max_computed_tokens < self.outgrows
         return running and sure < self.max_tokens
 
+    def extend(self, token_ids: Sequence[int]) -> int:
+        """Add generated tokens up to the one that ends the request; return how many it took."""
+        before = len(self.output_token_ids)
+        if self._goes_on_after(token_ids):
+            self.token_ids += token_ids
+            self.output_token_ids += token_ids
+            return len(token_ids)
+        for token_id in token_ids:
+            if self.finished:
+                break
+            self.append(token_id)
+        return len(self.output_token_ids) - before
+
+    def _goes_on_after(self, token_ids: Sequence[int]) -> bool:
+        """Return whether tokens are added that nothing has to be asked of: none can end it."""
+        if self.finished or self.detokenizer is not None or self.grammar_state is not None:
+            return False
+        room = self.max_tokens - len(self.output_token_ids)
+        return len(token_ids) < room and self._enders.isdisjoint(token_ids)
+
     def append(self, token_id: int) -> None:
         """Add a generated token, and end the request if the token ends it.
 
