@@ -112,6 +112,8 @@ class Costs:
         filled: [A] the share of the nodes asked for that an algorithm drafts.
         waiting: as in ``StepCosts``.
         compiled: finds plans in C, of ``MOST_ALGORITHMS`` at most; None: numpy does.
+        usual: ``drafters`` without what it takes to catch algorithms up first; None: it is the
+            same.
     """
 
     curve: Array
@@ -120,6 +122,7 @@ class Costs:
     filled: Array
     waiting: Sequence[int] = ()
     compiled: CompiledPlans | None = None
+    usual: Array | None = None
 
     @classmethod
     def of(
@@ -139,24 +142,40 @@ class Costs:
             compiled: as ``load_plans`` returns it.
         """
         curve, drafters = costs.curve(bs, context, bs + most_nodes), costs.drafters
+        usual = None
         if costs.waiting and len(curve) > MOST_ROWS + 1:
             curve = curve.copy()
             curve[MOST_ROWS + 1 :] *= _UNRECORDED
         if starts is not None:
-            drafters = drafters.copy()
+            usual, drafters = drafters, drafters.copy()
             drafters[:, 0] += starts[0]
             drafters[:, 2] += starts[1]
         if costs.algorithms > MOST_ALGORITHMS:
             compiled = None
-        return cls(curve, drafters, costs.ragged, filled, costs.waiting, compiled)
+        return cls(curve, drafters, costs.ragged, filled, costs.waiting, compiled, usual)
 
     def without(self, free: Collection[int]) -> Costs:
         """Return those of steps in which the drafting of some algorithms takes nothing."""
         if not free:
             return self
-        drafters = self.drafters.copy()
+        drafters, usual = self.drafters.copy(), self.usual
         drafters[list(free)] = 0.0
-        return attrs.evolve(self, drafters=drafters)
+        if usual is not None:
+            usual = usual.copy()
+            usual[list(free)] = 0.0
+        return attrs.evolve(self, drafters=drafters, usual=usual)
+
+    @property
+    def late(self) -> frozenset[int]:
+        """The algorithms that are to be caught up first."""
+        if self.usual is None:
+            return frozenset()
+        return frozenset(np.flatnonzero((self.drafters != self.usual).any(1)).tolist())
+
+    @property
+    def caught_up(self) -> Costs:
+        """Those of steps before which all are caught up."""
+        return self if self.usual is None else attrs.evolve(self, drafters=self.usual, usual=None)
 
     def drafting(self, of_each: Array) -> Array:
         """Return the seconds of drafting, given those of each algorithm, [A, …]."""

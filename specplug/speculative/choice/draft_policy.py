@@ -250,7 +250,7 @@ class DraftPolicy:
             return attrs.evolve(plain, reason=NO_ROOM)
         depth = int(most.max())
         survival = survival[:, :, :depth]
-        plan = self._earned(self._best(rows, survival, costs, free, self._rate or plain.rate))
+        plan = self._earned(self._best(rows, survival, costs, self._rate or plain.rate))
         tried = self._trials.again(rows.tolist(), plan, most)
         if tried is not None:
             return attrs.evolve(planned(*tried, survival, costs), reason=TRIED)
@@ -280,27 +280,24 @@ class DraftPolicy:
         able: Array = _with_known(chances, known) * (most[:, :, None] >= self._reach)
         return able
 
-    def _best(
-        self, rows: Array, survival: Array, costs: Costs, free: Collection[int], rate: float
-    ) -> Plan:
+    def _best(self, rows: Array, survival: Array, costs: Costs, rate: float) -> Plan:
         """Return the best plan of a step of several requests, by what it takes to catch algorithms
         up where they draft for as long as they mostly do. That is short if they are mostly tried;
         so once that others draft in their place has taken as long as it takes to catch them up,
         they are.
 
         Args:
-            rows, survival, costs, free: of the step.
+            rows, survival, costs: of the step.
             rate: as in ``best_plan``.
         """
         plan = self._likeliest(best_plan(survival, costs, rate), survival, costs, rate)
-        caught_up = attrs.evolve(costs, drafters=self.costs.drafters).without(free)
-        late = set(np.flatnonzero((costs.drafters != caught_up.drafters).any(1)).tolist())
+        late = costs.late
         if not plan.drafting.isdisjoint(late):
-            plan = _settled(plan, survival, costs, caught_up, rate)
+            plan = _settled(plan, survival, costs, rate)
         steps = self._step - self._compared
         if steps < _COMPARED or not late:
             return plan
-        self._compared = self._step
+        self._compared, caught_up = self._step, costs.caught_up
         other = best_plan(survival, caught_up, rate)
         own = planned(plan.who, plan.depths, survival, caught_up)
         lost = (
@@ -512,7 +509,7 @@ class DraftPolicy:
         """
         if not self._waits.choose(_EARLY):
             return None
-        own = int(plan.depths[np.isin(plan.who, list(early))].sum())
+        own = sum([int(plan.depths[plan.who == a].sum()) for a in early])
         return own + self.costs.padded_rows(plan.rows) - plan.rows
 
     def _learn_drafts(self, outcome: StepOutcome, rows: Sequence[int]) -> None:
@@ -684,16 +681,15 @@ class DraftPolicy:
         return row
 
 
-def _settled(plan: Plan, survival: Array, costs: Costs, caught_up: Costs, rate: float) -> Plan:
+def _settled(plan: Plan, survival: Array, costs: Costs, rate: float) -> Plan:
     """Return a plan whose algorithms are to be caught up with the depths that are best from then
     on: that takes as long however deep they draft, and is no reason to verify more.
 
     Args:
         survival, costs, rate: of the step, as in ``best_plan``.
-        caught_up: its costs without that.
     """
     own = np.where(plan.who[:, None] == np.arange(survival.shape[1]), 1.0, 0.0)
-    best = best_plan(survival * own[:, :, None], caught_up, rate)
+    best = best_plan(survival * own[:, :, None], costs.caught_up, rate)
     return planned(best.who, best.depths, survival, costs) if best.drafts else plan
 
 
