@@ -57,7 +57,7 @@ def test_ways_are_compared_in_the_same_times() -> None:
     assert found[150:].count(1) > 45
 
 
-def test_way_that_gives_a_little_more_is_taken_through_good_luck_and_bad() -> None:
+def test_way_that_gives_a_little_more_is_kept_through_bad_luck() -> None:
     """It gives 5 % more, and what a step gives is off by 8 %. Plans have two steps."""
     shares = []
     for seed in range(8):
