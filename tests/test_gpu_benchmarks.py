@@ -277,6 +277,31 @@ def test_exactness_table_compares_with_and_without(tmp_path: Path) -> None:
     assert "| `fast=true` | 10 | 100 | 1 (10.0%) | 7 (7.0%) |" in text
 
 
+def test_choice_is_compared_with_the_best_single_one(tmp_path: Path) -> None:
+    """Round by round, where a machine is slower in one of them; of two measurements the later."""
+    rates = {
+        "plain": [100, 50, 100],
+        "several": [180, 80, 150],
+        "ngram": [90, 60, 110],
+        "eagle3 1": [120, 60, 110],
+        "eagle3 2": [150, 70, 140],
+        "none asked": [99, 50, 99],
+    }
+    results = measurement.Results(tmp_path)
+    results.begin(machine={"gpu": "Card"}, date="2026-01-02", shape="some", **RUN)
+    for share in (0.5, 1.0):
+        for way, own in rates.items():
+            given = [each * (share if way == "several" else 1.0) for each in own]
+            results.add("choice", workload="agent", batch=4, way=way, rates=given, plan_us=30.4,
+                        learn_us=8.0)  # fmt: skip
+    rows = tables.collect([tmp_path])
+    told = tables.section(rows, tmp_path)
+    line = "| agent | 4 | 100 | 1.60 (1.55 to 1.70) | eagle3 2: 1.40 | 1.143 | 0.990 | 30 + 8 |"
+    assert line in told
+    assert told.endswith("(results/2026-01-02-card-choice.png)\n")
+    assert (tmp_path / "2026-01-02-card-choice.png").stat().st_size > 10_000
+
+
 def test_tables_say_by_how_much_a_bar_is_missed(tmp_path: Path) -> None:
     results = measurement.Results(tmp_path)
     results.begin(**RUN, machine={"gpu": "Card"}, settings=[], date="2026-01-02")

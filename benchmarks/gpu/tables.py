@@ -3,7 +3,8 @@
     python benchmarks/gpu/tables.py DIR … --readme
 
 reads every ``results.jsonl`` under these folders (or a file that it wrote before), and writes for
-each card ``results/<date>-<card>.json`` beside this file. ``--readme`` writes the tables between
+each card ``results/<date>-<card>.json`` beside this file, and a picture of what a choice of drafts
+gives if that was measured. ``--readme`` writes the tables between
 the marks of the README, a section for each card; otherwise they are printed. Of a point that was
 measured twice the later one counts.
 """
@@ -17,6 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from choice_results import choice_table, draw_choices
 from points import Row, read_results, table
 
 HERE = Path(__file__).resolve().parent
@@ -329,6 +331,7 @@ TABLES: Sequence[Callable[[Sequence[Row]], str]] = [
     map_tables,
     trace_table,
     trained_table,
+    choice_table,
 ]
 """Of a card's section, in their order."""
 
@@ -343,9 +346,13 @@ def section(rows: Sequence[Row], output: Path) -> str:
     """Write the results of a card, and return its section of the README."""
     output.mkdir(parents=True, exist_ok=True)
     text = "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
-    (output / f"{name_of(rows)}.json").write_text(text)
-    title = f"### {rows[0]['card']}, {date_of(rows)}\n"
-    return title + "".join(each(rows) for each in TABLES)
+    name, card = name_of(rows), rows[0]["card"]
+    (output / f"{name}.json").write_text(text)
+    tables = "".join(each(rows) for each in TABLES)
+    if any(row["kind"] == "choice" for row in rows):
+        draw_choices(rows, f"A choice by step, {card}", output / f"{name}-choice.png")
+        tables += f"\n![What it gives](results/{name}-choice.png)\n"
+    return f"### {card}, {date_of(rows)}\n{tables}"
 
 
 def main() -> None:
