@@ -525,7 +525,7 @@ class DraftPolicy:
                 if not outcome.more:
                     self.acceptance.observe_one(row, who, asked, outcome.accepted[0])
             return
-        if {-1, *outcome.known}.issuperset(outcome.who):
+        if {-1, *outcome.known}.issuperset(outcome.who):  # of these nothing is estimated
             return
         drafts = np.array([rows, outcome.who, outcome.asked, outcome.accepted])
         learned = (drafts[:2] >= 0).all(0) & (drafts[2] > 0)

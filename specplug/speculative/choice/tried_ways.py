@@ -21,7 +21,8 @@ _OF_LAST = 0.3
 _LEARNS = 1 / 12
 """What one comparison counts."""
 _MOST_MISSED = 0.15
-"""By how much a comparison is off at most: a step of a host that stood still is no way's."""
+"""By how much a comparison counts as off at most: a step in which the host stood still is no
+way's."""
 _LEAST_GAIN = 1.01
 """How many times as many tokens a second another way than the first has to give."""
 
@@ -33,7 +34,7 @@ class _Tried:
     Attributes:
         gain: the logarithm of the tokens a second that it gives, beside those of the other ways.
         compared: how often that was learned.
-        level: the same of its last steps by themselves.
+        level: the logarithm of what its last steps gave, as shares of what was expected.
         step: the last one.
         steps: how many there were.
         turn: in which it was taken last.
