@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Self
 
 import attrs
-from points import Row, table
+from points import Row, quartiles, table
 
 CHOSEN, PLAIN, ASKED = "several", "plain", "none asked"
 """Ways to decode that are no single algorithm: with the choice, without drafts, and with the choice
 where no request wants drafts."""
-
-Quartiles = tuple[float, float, float]
 
 
 @attrs.frozen
@@ -33,7 +31,7 @@ class ChoicePoint:
     workload: str
     batch: int
     plain: float
-    ways: dict[str, Quartiles]
+    ways: dict[str, tuple[float, float, float]]
     planned: float
     learned: float
 
@@ -43,7 +41,7 @@ class ChoicePoint:
         by_way = {row["way"]: row for row in rows}
         plain, chosen = by_way[PLAIN]["rates"], by_way[CHOSEN]
         ways = {
-            way: _quartiles([own / base for own, base in zip(row["rates"], plain, strict=True)])
+            way: quartiles([own / base for own, base in zip(row["rates"], plain, strict=True)])
             for way, row in by_way.items()
         }
         return cls(
@@ -65,13 +63,6 @@ class ChoicePoint:
     def of_best(self) -> float:
         """What the choice gives, as a share of that."""
         return self.ways[CHOSEN][1] / self.ways[self.best][1]
-
-
-def _quartiles(values: Sequence[float]) -> Quartiles:
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
 
 
 def points_of(rows: Sequence[Row]) -> Iterator[ChoicePoint]:

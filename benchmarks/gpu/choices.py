@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+from choice_results import ASKED, CHOSEN, ChoicePoint
 from engines import Engine, Variant, settings_of
 from known_drafts import PARTLY, KnownEagle3, KnownNgram, share_of
 from points import Point, Results, in_turns
@@ -327,10 +328,14 @@ def _tell(
         before: forms that were recorded between the start and now, by way.
         point: what was measured.
     """
-    plain = [each.rate for each in found["plain"][0]]
-    ratios: dict[str, float] = {}
-    for name, (own, (planned, learned)) in found.items():
-        ratios[name] = statistics.median(o.rate / p for p, o in zip(plain, own, strict=True))
+    rows = [
+        {**point, "way": name, "rates": [each.rate for each in own], "plan_us": planned,
+         "learn_us": learned}
+        for name, (own, (planned, learned)) in found.items()
+    ]  # fmt: skip
+    compared = ChoicePoint.of(rows)
+    for row, (name, (own, (planned, learned))) in zip(rows, found.items(), strict=True):
+        ratio = compared.ways[name][1]
         who = sum((Counter(each.requests) for each in own), Counter[str]())
         drafted = {each: count / who.total() for each, count in who.most_common()}
         length = sum(each.tokens for each in own) / max(who.total(), 1)
@@ -339,14 +344,11 @@ def _tell(
         wrong = sum(a != b for each in own for x, y in zip(truth, each.outputs, strict=True)
                     for a, b in zip(x, y, strict=True))  # fmt: skip
         shares = ", ".join(f"{each} {share:.0%}" for each, share in drafted.items())
-        print(f"{point['workload']:11}{point['batch']:5} {name:12}{rate:10.1f}{ratios[name]:9.3f}"
+        print(f"{point['workload']:11}{point['batch']:5} {name:12}{rate:10.1f}{ratio:9.3f}"
               f"{length:8.2f}{planned:9.0f}{learned:9.0f}{f'{before[name]}+{recorded}':>10}"
               f"  {shares}{f'; {wrong} tokens differ' if wrong else ''}", flush=True)  # fmt: skip
-        results.add("choice", **point, way=name, rate=rate, ratio=ratios[name],
-                    accept_length=length, plan_us=planned, learn_us=learned, recorded=recorded,
-                    recorded_before=before[name], differ=wrong, drafted=drafted,
-                    rates=[each.rate for each in own])  # fmt: skip
-    alone = {name: ratio for name, ratio in ratios.items() if name not in ("several", "none asked")}
-    best = max(alone, key=lambda name: alone[name])
-    print(f"several: {ratios['several'] / alone[best]:.3f} of {best}; none asked "
-          f"{ratios['none asked']:.3f} of plain (at least {ASKED_BAR})", flush=True)  # fmt: skip
+        results.add("choice", **row, rate=rate, ratio=ratio, accept_length=length,
+                    recorded=recorded, recorded_before=before[name], differ=wrong,
+                    drafted=drafted)  # fmt: skip
+    print(f"{CHOSEN}: {compared.of_best:.3f} of {compared.best}; {ASKED} "
+          f"{compared.ways[ASKED][1]:.3f} of plain (at least {ASKED_BAR})", flush=True)  # fmt: skip

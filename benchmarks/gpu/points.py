@@ -16,7 +16,7 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from engine_process import EngineProcess
-from measurement import Results, Row, in_turns, measured_commit, read_results, table
+from measurement import Results, Row, in_turns, measured_commit, quartiles, read_results, table
 
 __all__ = [
     "DRAFTED",
@@ -34,6 +34,7 @@ __all__ = [
     "bandwidth",
     "in_turns",
     "measured_commit",
+    "quartiles",
     "read_results",
     "replay_us",
     "table",

@@ -4,9 +4,9 @@
 
 reads every ``results.jsonl`` under these folders (or a file that it wrote before), and writes for
 each card ``results/<date>-<card>.json`` beside this file, and a picture of what a choice of drafts
-gives if that was measured. ``--readme`` writes the tables between
-the marks of the README, a section for each card; otherwise they are printed. Of a point that was
-measured twice the later one counts.
+gives if that was measured. ``--readme`` writes the tables between the marks of the README, a
+section for each card; otherwise they are printed. Of a point that was measured twice the later one
+counts.
 """
 
 from __future__ import annotations
