@@ -218,7 +218,7 @@ class Request:
         return len(self.output_token_ids) - before
 
     def _goes_on_after(self, token_ids: Sequence[int]) -> bool:
-        """Return whether tokens are added that nothing has to be asked of: none can end it."""
+        """Return whether none of these tokens can end the request, so that it takes all at once."""
         if self.finished or self.detokenizer is not None or self.grammar_state is not None:
             return False
         room = self.max_tokens - len(self.output_token_ids)

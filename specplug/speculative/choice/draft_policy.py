@@ -555,14 +555,13 @@ class DraftPolicy:
             self._cut_depths.note(form.algorithm, first)
         if seconds is None:
             return
-        took = seconds / plan.seconds
         if outcome.waits is not None and not outcome.more:
             # Not beside the plan's own: whether that counts the wait is what is learned here.
             own = self.costs.target_seconds(size, plan.rows)
             self._waits.learn(_EARLY, int(not outcome.waits), came, seconds / own)
         # The step of a plan takes longer than those that keep to it, by what planning does.
         if form is not None and outcome.is_kept and outcome.waits is not False:
-            self._cut_depths.learn(form, outcome.more, came, took)
+            self._cut_depths.learn(form, outcome.more, came, seconds / plan.seconds)
 
     def hear(self, algorithm: int, request_ids: Sequence[str], right: Array) -> None:
         """Learn how often an algorithm would have been right of requests.
@@ -688,7 +687,7 @@ def _settled(plan: Plan, survival: Array, costs: Costs, rate: float) -> Plan:
     Args:
         survival, costs, rate: of the step, as in ``best_plan``.
     """
-    own = np.where(plan.who[:, None] == np.arange(survival.shape[1]), 1.0, 0.0)
+    own = plan.who[:, None] == np.arange(survival.shape[1])
     best = best_plan(survival * own[:, :, None], costs.caught_up, rate)
     return planned(best.who, best.depths, survival, costs) if best.drafts else plan
 

@@ -30,7 +30,8 @@ was is kept for twice as many: a plan of 64 requests takes a slow host 2 ms, bes
 one of 256 takes 4."""
 _FOR_ONE = 16
 """Requests for each of these steps, but for the first, where text is looked up: that changes in few
-steps, and what is gained by a plan is more the fewer there are. Of drafts of that there is one."""
+steps, and what is gained by a plan is more the fewer there are. Where that is drafted there are
+``_KEPT_TEXT``."""
 _NEW_OF = 4
 """Requests of which one may be new, or have gone."""
 LONGER = 1.1
