@@ -54,6 +54,8 @@ SMALL: dict[str, Any] = {
     "max_total_tokens": 2048,
     "draft_choice": "first",
 }
+CHOSEN = {**SMALL, "draft_choice": "measured", "deterministic_drafts": True}
+"""By declared costs: what is drafted does not depend on how busy a test's machine is."""
 
 
 class Always(Dice):
@@ -328,8 +330,7 @@ def test_foresight_after_kept_plans_lacks_no_more(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(MeasuredChoice, "_foresee", watched)
     params = SamplingParams(max_tokens=24, ignore_eos=True)
-    given = {**SMALL, "draft_choice": "measured"}
-    with LLM(speculative_algorithm="NGRAM,EAGLE3", **given) as llm:
+    with LLM(speculative_algorithm="NGRAM,EAGLE3", **CHOSEN) as llm:
         llm.generate([TEXT] * 4, params)
     assert lacked
     assert not any(lacked)
@@ -383,8 +384,7 @@ def test_choice_takes_foreseen_drafts(plain: list[Any], monkeypatch: pytest.Monk
         return draft(step, *given)
 
     monkeypatch.setattr(ForeseenStep, "draft", watched)
-    given = {**SMALL, "draft_choice": "measured"}
-    with LLM(speculative_algorithm="NGRAM,EAGLE3", extensions=[seen], **given) as llm:
+    with LLM(speculative_algorithm="NGRAM,EAGLE3", extensions=[seen], **CHOSEN) as llm:
         outputs = llm.generate(3 * PROMPTS, 3 * PARAMS)
     assert [output.token_ids for output in outputs] == 3 * plain
     assert FORESEEN in {report.reason for report in seen.reports}
@@ -473,11 +473,11 @@ def test_an_algorithm_that_does_not_run_is_refused() -> None:
 def test_deeper_drafts_that_are_cut_change_no_token(
     algorithm: str, overlap: bool, plain: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the choice by what was measured, which is made to draft deeper wherever it may."""
+    """Of the choice by costs, which is made to draft deeper wherever it may."""
     monkeypatch.setattr("specplug.debug.DEBUG", True)
     monkeypatch.setattr(CutDepths, "deeper", lambda known, form: 1 + form.depth % 2)
     seen = Reports()
-    given = {**SMALL, "draft_choice": "measured", "disable_overlap_schedule": not overlap}
+    given = {**CHOSEN, "disable_overlap_schedule": not overlap}
     with LLM(speculative_algorithm=algorithm, extensions=[seen], **given) as llm:
         outputs = llm.generate(3 * PROMPTS, 3 * PARAMS)
     assert [output.token_ids for output in outputs] == 3 * plain
