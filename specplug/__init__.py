@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from specplug.speculative.feature_drafter import FeatureDrafter
     from specplug.speculative.future_map import FutureMap
     from specplug.speculative.hook_order import Batch, RequestView
+    from specplug.speculative.host_copy import upload_together
     from specplug.speculative.initial_weights import begin_like, layer_sizes, norm_weight
     from specplug.speculative.lattice import Lattice, likeliest_tree, longest_path
     from specplug.speculative.noise import couple
@@ -168,6 +169,7 @@ _LAZY = {
     "load_compiled": "specplug.kernels.plugin_library",
     "report_progress": "specplug.startup",
     "runs_plugin_kernels": "specplug.kernels.plugin_library",
+    "upload_together": "specplug.speculative.host_copy",
     "verify_tree": "specplug.speculative.verify",
 }
 
@@ -263,6 +265,7 @@ __all__ = [
     "runs_plugin_kernels",
     "select_nodes",
     "settings",
+    "upload_together",
     "verify_tree",
 ]
 

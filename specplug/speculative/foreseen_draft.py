@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from specplug.speculative.draft import Draft, arange
+from specplug.speculative.host_copy import upload_together
 
 if TYPE_CHECKING:
     from specplug.speculative.draft_plan import ForeseenDrafts
@@ -64,7 +65,8 @@ class ForeseenStep:
         np.clip(tokens, 0, vocab_size - 1, out=integers[:, 1:-1])
         floats = np.full((size, columns + 1), -np.inf, dtype=np.float32)
         floats[:, :-1] = scores
-        sent, chances = _sent(integers, floats, roots.device)
+        told = [torch.from_numpy(integers), torch.from_numpy(floats)]
+        sent, chances = upload_together(told, roots.device)
         came = batch.seq_lens + sent[:, 0]
         at = came.unsqueeze(1) + arange(width - 1, roots.device)
         at.clamp_(0, columns)
@@ -98,12 +100,3 @@ def _likeliest(scores: np.ndarray, rooms: np.ndarray, most: int) -> list[int]:
     first = np.argsort(-survivals, axis=None, kind="stable")[:count]  # no node before its parent
     widths: list[int] = (1 + np.bincount(first // scores.shape[1], minlength=len(scores))).tolist()
     return widths
-
-
-def _sent(integers: np.ndarray, scores: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Start copying both to the device, in one copy: each takes the host longer than a GPU."""
-    pieces = [np.ascontiguousarray(each).view(np.uint8).ravel() for each in (integers, scores)]
-    sent = torch.from_numpy(np.concatenate(pieces)).to(device, non_blocking=True)
-    split = integers.nbytes
-    first = sent[:split].view(torch.int64).view(integers.shape)
-    return first, sent[split:].view(torch.float32).view(scores.shape)

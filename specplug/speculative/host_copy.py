@@ -14,6 +14,9 @@ from specplug.kernels.kernel_table import Operation, runs_triton
 _FEW_BYTES = 16 << 10
 """Up to so many a kernel writes, which the stream need not change over to a copy engine for."""
 
+_ALIGNMENT = 16
+"""Bytes: of tensors that begin elsewhere Triton would compile its kernels anew."""
+
 _WRITTEN: deque[Tensor] = deque(maxlen=64)
 """What kernels were told to write to, more than the steps in flight have: torch's allocator does
 not know of them, and would give a block that is freed meanwhile to others."""
@@ -24,6 +27,29 @@ def upload(
 ) -> Tensor:
     """Start copying integers to the device: [n] int64, or [m, n] for rows of them."""
     return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+
+
+def upload_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Start copying tensors of the CPU to the device, all in one copy.
+
+    Each copy takes the host longer than a GPU.
+
+    Args:
+        tensors: of any shapes, and of the dtypes that numpy has.
+
+    Returns:
+        The same in memory of their own, in this order, contiguous.
+    """
+    memory, starts = bytearray(), list[int]()
+    for tensor in tensors:
+        memory += bytes(-len(memory) % _ALIGNMENT)
+        starts.append(len(memory))
+        memory += tensor.numpy().tobytes()
+    sent = torch.frombuffer(memory or bytearray(1), dtype=torch.uint8).to(device, non_blocking=True)
+    return [
+        sent[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for start, tensor in zip(starts, tensors, strict=True)
+    ]
 
 
 def to_host(tensor: Tensor) -> Tensor:

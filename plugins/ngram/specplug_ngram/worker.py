@@ -20,6 +20,7 @@ from specplug import (
     ForeseenDrafts,
     RequestView,
     UsageError,
+    upload_together,
 )
 from specplug_ngram.compiled_drafter import CompiledDrafter
 from specplug_ngram.config import DEFAULTS, ENGINE, REQUEST, TENANT, NgramSettings
@@ -40,8 +41,6 @@ LEAST_FORESEEN = 0.02
 """The probability that a node exceeds which is told before anything is drafted."""
 MOST_COMMITTED = 16
 """Tokens by which more is foreseen than drafted, at most, where it is a step too early."""
-_ALIGNMENT = 16
-"""Bytes: of tensors that begin elsewhere Triton would compile its kernels anew."""
 
 
 @attrs.define(eq=False)
@@ -87,21 +86,6 @@ class Foreseen:
         return attrs.evolve(
             drafts, tokens=drafts.tokens[rows], scores=drafts.scores[rows], widths=widths
         )
-
-
-def sent_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return tensors of the host on a device, copied there in one: each copy takes the host longer
-    than a GPU."""
-    memory, starts = bytearray(), list[int]()
-    for tensor in tensors:
-        memory += bytes(-len(memory) % _ALIGNMENT)
-        starts.append(len(memory))
-        memory += tensor.numpy().tobytes()
-    sent = torch.frombuffer(memory, dtype=torch.uint8).to(device, non_blocking=True)
-    return [
-        sent[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for start, tensor in zip(starts, tensors, strict=True)
-    ]
 
 
 @attrs.frozen(eq=False)
@@ -287,7 +271,7 @@ class NgramWorker:
         found = [
             t[:, :width] for t in (drafts.tokens, drafts.scores, drafts.parents) if t is not None
         ]
-        tokens, scores, *parents = found if roots.is_cpu else sent_together(found, roots.device)
+        tokens, scores, *parents = found if roots.is_cpu else upload_together(found, roots.device)
         tokens[:, 0] = roots
         if not parents:
             return Draft.chain(tokens, widths, scores=scores)

@@ -21,7 +21,7 @@ from specplug_ngram.forced_drafts import FORCED, with_forced
 from specplug_ngram.history import TOKEN_BYTES
 from specplug_ngram.index import FIRST_CAPACITY
 from specplug_ngram.policy import CPU_COSTS, GPU_COSTS, Costs, Novelty
-from specplug_ngram.worker import NgramWorker, sent_together
+from specplug_ngram.worker import NgramWorker
 
 
 @attrs.frozen
@@ -628,14 +628,3 @@ def test_forced_tokens_are_foreseen_after_what_is_known(make_worker: Make) -> No
 
 def test_trees_are_not_foreseen(make_worker: Make) -> None:
     assert make_worker(BRANCHES, topk=2, nodes=8).foresee(["branches"]) is None
-
-
-def test_tensors_that_are_sent_together_are_the_same() -> None:
-    tokens, scores = torch.arange(21).view(3, 7), torch.rand(3, 7)
-    given = [tokens[:, :5], scores[:, :5], tokens[:, 1:3] - 1]
-    sent = sent_together(given, torch.device("cpu"))
-    for one, other in zip(given, sent, strict=True):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
-        assert other.is_contiguous()
-        assert (other.data_ptr() - sent[0].data_ptr()) % 16 == 0
