@@ -227,7 +227,7 @@ BREAKS = (
     ),
     Break(
         "hook-check-size",
-        "specplug/speculative/hook_calls.py",
+        "specplug/speculative/hook_results.py",
         "            and len(tensor) == size\n",
         "",
         ("tests/engine/test_plugin_failures.py", "tests/engine/test_contract.py"),

@@ -12,7 +12,7 @@ from torch import Tensor
 from specplug import DraftInput, FutureMap, PluginError, StateTensor, received_state
 from specplug.speculative.defaults import CoreDefaults
 from specplug.speculative.draft_state import state_spec
-from specplug.speculative.hook_calls import check_state
+from specplug.speculative.hook_results import check_state
 
 SPEC = {
     "hidden": StateTensor((4,), torch.float32),
