@@ -151,7 +151,7 @@ def simulated_slowdown(seed: int, slower: float) -> list[float]:
     none = np.zeros(4, dtype=np.int64)
 
     def watch(policy: DraftPolicy) -> None:
-        expected = policy.costs.curve(4, 0, 4)[4]
+        expected = policy.estimates.costs.curve(4, 0, 4)[4]
         shares.append(expected / changed.seconds(none - 1, none, len(shares)))
 
     simulate(

@@ -12,7 +12,8 @@ from statistics import median, quantiles
 
 import numpy as np
 
-from specplug.speculative.choice.draft_policy import DraftPolicy, StepOutcome
+from specplug.speculative.choice.draft_policy import DraftPolicy
+from specplug.speculative.choice.estimates import StepOutcome
 from specplug.speculative.choice.step_cost import CPU_COSTS, StepCosts
 
 _DEPTH = 12
@@ -47,7 +48,7 @@ def measure(bs: int, algorithms: int) -> tuple[list[float], list[float]]:
             draft_seconds=draft,
         )
         told = time.perf_counter()
-        policy.observe(outcome)
+        policy.estimates.observe(outcome)
         learned.append((time.perf_counter() - told) * 1e6)
         plans.append((planned - began) * 1e6)
     return plans[_SKIPPED:], learned[_SKIPPED:]

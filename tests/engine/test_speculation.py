@@ -12,7 +12,8 @@ from specplug import LLM, SamplingParams
 from specplug.engine.speculation import speculation_line, speculation_of
 from specplug.engine.statistics import Statistics
 from specplug.speculative.choice.benefit import Alone, Benefit, TakenSteps
-from specplug.speculative.choice.draft_policy import DraftPolicy, StepOutcome
+from specplug.speculative.choice.draft_policy import DraftPolicy
+from specplug.speculative.choice.estimates import StepOutcome
 from specplug.speculative.choice.step_cost import CPU_COSTS, StepCosts
 
 SMALL: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_total_tokens": 1024}
@@ -67,7 +68,7 @@ def test_line_names_what_each_alone_would_bring() -> None:
 def observed(policy: DraftPolicy, who: int, depth: int, accepted: int, seconds: float) -> None:
     """Have a policy learn of a step of one request."""
     policy.plan(["r"], np.array([[4]]))
-    policy.observe(outcome(who, depth, accepted, seconds))
+    policy.estimates.observe(outcome(who, depth, accepted, seconds))
 
 
 def outcome(who: int, depth: int, accepted: int, seconds: float) -> StepOutcome:
@@ -82,23 +83,23 @@ def test_benefit_is_over_plain_steps_that_were_measured() -> None:
     """A plain step takes 1 s, one with 4 drafted tokens 2 s, of which all are accepted."""
     policy = DraftPolicy(StepCosts(1, CPU_COSTS, padded=False), 4)
     taken = TakenSteps()
-    assert taken.benefit(policy, ["A"]) is None
+    assert taken.benefit(policy.estimates, ["A"]) is None
     for _ in range(60):
         observed(policy, -1, 0, 0, 1.0)
         observed(policy, 0, 4, 4, 2.0)
         taken.add(outcome(0, 4, 4, 2.0), 5)
-    unknown = taken.benefit(policy, ["A"])
+    unknown = taken.benefit(policy.estimates, ["A"])
     assert unknown is not None
     assert unknown.speed_up is None, "no step without drafts was counted"
     for seconds in (1.0, 9.0, 1.0, 1.0):
         taken.add(outcome(-1, 0, 0, seconds), 1)
-    found = taken.benefit(policy, ["A"])
+    found = taken.benefit(policy.estimates, ["A"])
     assert found is not None
     assert found.speed_up == pytest.approx((60 * 5 + 4) / (60 * 2 + 12))
     assert found.alone["A"].depth == 4
     assert found.alone["A"].speed_up == pytest.approx(2.5, rel=0.1)
     taken.clear()
-    assert taken.benefit(policy, ["A"]) is None
+    assert taken.benefit(policy.estimates, ["A"]) is None
 
 
 def test_run_of_several_tells_what_they_brought() -> None:

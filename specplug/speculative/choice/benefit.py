@@ -1,5 +1,5 @@
 """What speculation brought a run, and what other settings would have brought, by the costs and the
-acceptance that its policy has measured."""
+acceptance that its choice has measured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 
 from specplug.speculative.choice.best_plan import Costs, plain_plan, planned
-from specplug.speculative.choice.draft_policy import DraftPolicy, StepOutcome
+from specplug.speculative.choice.estimates import Estimates, StepOutcome
 
 _MOST_DOUBT = 0.2
 """The standard deviation of a plain step's time, as a share, from which on it is not known."""
@@ -94,14 +94,14 @@ class TakenSteps:
         """Forget all steps."""
         self._sums.clear()
 
-    def benefit(self, policy: DraftPolicy, names: Sequence[str]) -> Benefit | None:
+    def benefit(self, estimates: Estimates, names: Sequence[str]) -> Benefit | None:
         """Return what speculation brought; None where nothing of it is known.
 
         Args:
-            policy: of the run.
+            estimates: of the run.
             names: of its algorithms.
         """
-        costs = policy.costs
+        costs = estimates.costs
         known = {
             bs: sums
             for bs, sums in self._sums.items()
@@ -109,10 +109,10 @@ class TakenSteps:
         }
         if not known or not costs.is_measured:
             return None
-        plain = sum(s.tokens / bs * _plain_seconds(policy, bs, s) for bs, s in known.items())
-        survival, counts = policy.acceptance.of_the_run
+        plain = sum(s.tokens / bs * _plain_seconds(estimates, bs, s) for bs, s in known.items())
+        survival, counts = estimates.acceptance.of_the_run
         alone = {
-            name: _alone(policy, a, survival, known, plain)
+            name: _alone(estimates, a, survival, known, plain)
             for a, name in enumerate(names)
             if counts[a] >= _FEWEST
         }
@@ -127,17 +127,17 @@ class TakenSteps:
         return sum(s.tokens / bs * median(s.plain) for bs, s in seen.items()) / took
 
 
-def _costs(policy: DraftPolicy, bs: int, sums: StepSums, depth: int) -> Costs:
-    filled = np.ones(policy.costs.algorithms)
-    return Costs.of(policy.costs, bs, sums.context / sums.steps, bs * depth, filled)
+def _costs(estimates: Estimates, bs: int, sums: StepSums, depth: int) -> Costs:
+    filled = np.ones(estimates.costs.algorithms)
+    return Costs.of(estimates.costs, bs, sums.context / sums.steps, bs * depth, filled)
 
 
-def _plain_seconds(policy: DraftPolicy, bs: int, sums: StepSums) -> float:
-    return plain_plan(bs, _costs(policy, bs, sums, 0)).seconds
+def _plain_seconds(estimates: Estimates, bs: int, sums: StepSums) -> float:
+    return plain_plan(bs, _costs(estimates, bs, sums, 0)).seconds
 
 
 def _alone(
-    policy: DraftPolicy,
+    estimates: Estimates,
     algorithm: int,
     survival: np.ndarray,
     known: Mapping[int, StepSums],
@@ -155,7 +155,7 @@ def _alone(
         took = 0.0
         for bs, sums in known.items():
             who, depths = np.full(bs, algorithm), np.full(bs, depth)
-            costs = _costs(policy, bs, sums, depth)
+            costs = _costs(estimates, bs, sums, depth)
             plan = planned(who, depths, np.repeat(survival[None], bs, 0), costs)
             took += sums.tokens / plan.rate
         if plain / took > best.speed_up:

@@ -11,11 +11,12 @@ second than the plan without it: both are measured. After vLLM's adaptive verifi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, Self
 
 import numpy as np
 
+from specplug.speculative.choice.best_plan import Plan
 from specplug.speculative.choice.tried_ways import TriedWays
 
 _DEEPEST = 2
@@ -41,6 +42,21 @@ class DraftForm(NamedTuple):
     algorithm: int
     depth: int
     alone: bool
+
+    @classmethod
+    def of(cls, plan: Plan, known: Collection[int]) -> Self | None:
+        """Return the form of a plan; None: not one algorithm that makes its drafts then drafts.
+
+        Args:
+            known: the algorithms that tell what they draft.
+        """
+        own = plan.drafting.difference(known)
+        if len(own) != 1:
+            return None
+        (algorithm,) = own
+        is_alone = len(plan.drafting) == 1
+        depths = plan.depths if is_alone else plan.depths[plan.who == algorithm]
+        return cls(algorithm, int(depths.max()), is_alone)
 
 
 class CutDepths:

@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 import attrs
 
-from specplug.speculative.choice.draft_policy import DraftPolicy, StepOutcome
+from specplug.speculative.choice.draft_policy import DraftPolicy
+from specplug.speculative.choice.estimates import StepOutcome
 from specplug.speculative.choice.step_cost import GPU_COSTS, StepCosts
 from specplug.speculative.draft_plan import NOBODY
 
@@ -137,7 +138,7 @@ class DraftTurns:
         )
         if seconds is not None:
             turn.unseen.discard(turn.drafts)
-        self._policy.observe(outcome)
+        self._policy.estimates.observe(outcome)
 
 
 def _names(count: int) -> list[str]:

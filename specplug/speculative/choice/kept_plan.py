@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 
 from specplug.speculative.choice.best_plan import BEST, NOTHING_PAYS, Plan
-from specplug.speculative.choice.draft_policy import DraftPolicy, StepOutcome
+from specplug.speculative.choice.estimates import Estimates, StepOutcome
 from specplug.speculative.choice.foresight import Rows
 from specplug.speculative.draft_plan import DraftChoices, DraftPlan
 
@@ -186,7 +186,7 @@ class KeptPlan:
         return bool(self.left) and (not self.known or self.goes_on)
 
     def of_step(
-        self, ids: tuple[str, ...], choices: DraftChoices, policy: DraftPolicy
+        self, ids: tuple[str, ...], choices: DraftChoices, estimates: Estimates
     ) -> DraftPlan | None:
         """Return the plan of a step, within what its requests allow; None: there is none. For a new
         request it has what it has for most."""
@@ -196,7 +196,7 @@ class KeptPlan:
         if found is None:
             return None
         now, then = (
-            policy.target_seconds(each.who, each.most_nodes) for each in (found, self.told)
+            estimates.target_seconds(each.who, each.most_nodes) for each in (found, self.told)
         )
         return found if now <= LONGER * then else None
 

@@ -14,7 +14,8 @@ from specplug.hookspecs import hookimpl
 from specplug.speculative.buckets import MOST_ROWS
 from specplug.speculative.choice.benefit import Benefit, TakenSteps
 from specplug.speculative.choice.best_plan import Plan, load_plans
-from specplug.speculative.choice.draft_policy import NO_ROOM, DraftPolicy, StepOutcome
+from specplug.speculative.choice.draft_policy import NO_ROOM, DraftPolicy
+from specplug.speculative.choice.estimates import StepOutcome
 from specplug.speculative.choice.foresight import Foresight, Rows
 from specplug.speculative.choice.kept_plan import (
     DEEPEST,
@@ -89,7 +90,7 @@ class MeasuredChoice:
             What is to be told to the other ranks, and heard of them.
         """
         policy = self._start(runtime, tuple(drafters), tuple(drafters.values()))
-        self._ranks = RankCosts(policy.costs)
+        self._ranks = RankCosts(policy.estimates.costs)
         return self._ranks
 
     def probe(
@@ -106,12 +107,12 @@ class MeasuredChoice:
             text: those of them that look text up.
         """
         policy = self._start(runtime, tuple(drafters), tuple(drafters.values()), text)
-        policy.probe([_outcome_of(step) for step in steps])
+        policy.estimates.probe([_outcome_of(step) for step in steps])
 
     @property
     def costs(self) -> StepCosts | None:
         """Of a step, as learned so far; None before the first one."""
-        return None if self._policy is None else self._policy.costs
+        return None if self._policy is None else self._policy.estimates.costs
 
     def kept_plan(self, batch: Batch, choices: DraftChoices) -> DraftPlan | None:
         """Return the plan of a step that needs no new one; None: it is to be planned.
@@ -129,7 +130,7 @@ class MeasuredChoice:
         if kept is None or not kept.asks_nobody:
             return None
         ids = _ids(batch)
-        told = kept.of_step(ids, choices, policy)
+        told = kept.of_step(ids, choices, policy.estimates)
         return None if told is None else self._keep(kept, ids, kept.launched.known, told)
 
     def _keep(
@@ -181,7 +182,7 @@ class MeasuredChoice:
             verify_budget=self._budget(choices, plan, early, most_nodes),
             reason=plan.reason,
             expected_tokens=plan.tokens,
-            expected_seconds=plan.seconds if policy.costs.is_measured else None,
+            expected_seconds=plan.seconds if policy.estimates.costs.is_measured else None,
         )
         alike = self._count_alike(plan)
         kept = self._kept = KeptPlan.of(plan, told, launched, self._room, known, alike)
@@ -230,7 +231,7 @@ class MeasuredChoice:
         more than was planned: those that it takes hardly longer for, and of the largest recorded
         pass. A device takes twice as long for more, since it launches them kernel by kernel."""
         assert self._policy is not None
-        costs, size = self._policy.costs, len(most_nodes)
+        costs, size = self._policy.estimates.costs, len(most_nodes)
         if not (costs.waiting and choices.takes_budget):
             return None
         rows = MOST_ROWS
@@ -246,7 +247,7 @@ class MeasuredChoice:
         self._hear()
         if not report.decode_ids:
             if self._ranks is not None:
-                self._ranks.note(self._policy.work_of(_NOTHING), None, None)
+                self._ranks.note(self._policy.estimates.work_of(_NOTHING), None, None)
             return
         who = [self._places.get(name, NOBODY) for name in report.drafters]
         launched = self._launched_of(report)
@@ -276,29 +277,33 @@ class MeasuredChoice:
         if self._kept is not None and not self._kept.still_holds(launched, outcome):
             self._kept = None
         if self._ranks is not None:  # what it cost is learnt from what all ranks tell
-            work = self._policy.work_of(outcome)
+            work = self._policy.estimates.work_of(outcome)
             seconds = None if outcome.caught_up else outcome.seconds
             self._ranks.note(work, seconds, outcome.draft_seconds)
             outcome = attrs.evolve(outcome, seconds=None)
-        self._policy.observe(outcome)
+        self._policy.estimates.observe(outcome)
 
     def _hear(self) -> None:
         """Learn from hindsight: not while a step is planned, which a device may wait for."""
         assert self._policy is not None
         for told in self._told:
-            self._policy.hear(told.algorithm, told.request_ids, told.right.numpy())
+            self._policy.estimates.hear(told.algorithm, told.request_ids, told.right.numpy())
         self._told.clear()
 
     @property
     def benefit(self) -> Benefit | None:
         """What speculation brought in the steps of ``taken``; None where that is not known."""
-        return None if self._policy is None else self.taken.benefit(self._policy, self._names)
+        return (
+            None
+            if self._policy is None
+            else self.taken.benefit(self._policy.estimates, self._names)
+        )
 
     @hookimpl
     def on_request_finished(self, report: RequestReport) -> None:
         """Forget an ended request."""
         if self._policy is not None:
-            self._policy.forget(report.request_id)
+            self._policy.estimates.forget(report.request_id)
         for foresight in self._foresights:
             foresight.forget(report.request_id)
 
@@ -310,7 +315,7 @@ class MeasuredChoice:
         assert self._policy is not None
         foresight = self._foresights[algorithm]
         foresight.compare(batch.requests)
-        ahead = None if foreseen.is_current else self._policy.ahead(ids)
+        ahead = None if foreseen.is_current else self._policy.estimates.ahead(ids)
         survivals, bins = foresight.expect(foreseen.scores.numpy(), ahead)
         foresight.wait(batch.requests, foreseen.known, foreseen.tokens.numpy(), bins, ahead)
         return survivals

@@ -12,7 +12,8 @@ from draft_simulator import Machine, Run, best_fixed, outcome_of, plain, simulat
 
 from specplug.speculative.choice.best_plan import BEST, Plan
 from specplug.speculative.choice.catch_ups import CatchUps
-from specplug.speculative.choice.draft_policy import DraftPolicy, StepOutcome
+from specplug.speculative.choice.draft_policy import DraftPolicy
+from specplug.speculative.choice.estimates import StepOutcome
 from specplug.speculative.choice.step_cost import CPU_COSTS, GPU_COSTS, StepCosts
 from specplug.speculative.choice.tried_ways import TriedWays
 
@@ -243,7 +244,7 @@ def test_machine_that_changes_is_followed_in_50_steps(slower: float) -> None:
         lambda step: alike(4, 0.7),
         260,
         depth=DEPTH,
-        watch=lambda policy: times.append(policy.costs.curve(4, 0, 20)[4]),
+        watch=lambda policy: times.append(policy.estimates.costs.curve(4, 0, 20)[4]),
     )
     assert times[249] == pytest.approx(slower * times[199], rel=0.1)
 
@@ -260,7 +261,7 @@ def test_drafting_that_seemed_dear_is_tried_again(bs: int) -> None:
         drafts.append(plan.drafts)
         draft = plan.drafts * (0.1 if step < 60 else 0.002)
         times = {"seconds": 0.01 + draft, "draft_seconds": draft or None}
-        policy.observe(outcome_of(plan, ids, plan.depths, **times))
+        policy.estimates.observe(outcome_of(plan, ids, plan.depths, **times))
     assert not any(drafts[60:80])
     assert all(drafts[-100:])
 
@@ -320,7 +321,7 @@ def test_draft_that_is_known_counts_more_than_averages() -> None:
     most = np.full((1, 2), DEPTH)
     for step in range(80):  # both look fair, so that none is tried for being unknown
         policy.plan(["a"], most)
-        policy.observe(
+        policy.estimates.observe(
             StepOutcome(
                 request_ids=["a"], who=[step % 2], asked=[4], nodes=[4], accepted=[2], seconds=None
             )
@@ -341,7 +342,7 @@ def test_all_or_none_draft_by_what_steps_gave(seconds: float, pays: bool, goes_o
     for turn in range(400):
         drafts = bool(policy.plan_alike(names, 5, goes_on=goes_on).depths.any()) ^ (turn == 3)
         drafted.append(drafts)
-        policy.observe(
+        policy.estimates.observe(
             StepOutcome(
                 request_ids=names,
                 who=[0 if drafts else -1] * 4,
@@ -376,7 +377,7 @@ def test_cost_of_one_request_as_planned_is_seldom_learned() -> None:
     most = np.zeros((1, 1), dtype=np.int64)
     for seconds in [0.01] * 17 + [0.02]:
         plan = policy.plan(("a",), most)
-        policy.observe(outcome_of(plan, ("a",), [0], seconds=seconds))
+        policy.estimates.observe(outcome_of(plan, ("a",), [0], seconds=seconds))
     assert costs.told == [0.01] * 5 + [0.02]
 
 
@@ -386,8 +387,8 @@ def test_hindsight_says_how_likely_drafts_are(right: int, least: float, most: fl
     policy, ids = DraftPolicy(StepCosts(1, CPU_COSTS, padded=False), 4), ("a", "b", "c", "d")
     policy.plan(ids, np.full((4, 1), 4))
     for _ in range(3):
-        policy.hear(0, ("a", "gone", "b", "c", "d"), np.full((5, 8), right))
-    found = policy.acceptance.survival(range(4))[:, 0, 0]
+        policy.estimates.hear(0, ("a", "gone", "b", "c", "d"), np.full((5, 8), right))
+    found = policy.estimates.acceptance.survival(range(4))[:, 0, 0]
     assert (found >= least - 0.05).all()
     assert (found <= most + 0.05).all()
 
@@ -404,12 +405,14 @@ def test_drafts_of_unlike_chances_are_deeper_and_cut(unlike: bool) -> None:
         chances = random.uniform(0.2, 1.0, 64) if unlike else chances
         taken = (random.random((64, 8)) < 0.6).cumprod(1).sum(1)
         accepted, seconds = np.minimum(taken, plan.depths), 0.005 + 2e-5 * plan.depths.sum()
-        policy.observe(outcome_of(plan, ids, accepted, chances=chances.tolist(), seconds=seconds))
+        policy.estimates.observe(
+            outcome_of(plan, ids, accepted, chances=chances.tolist(), seconds=seconds)
+        )
     plan = plans[-1]
     assert plan.depths.max() < 7
     assert policy.deepened(plan, most, ()) is None  # those that keep to one draft as planned first
     accepted = plan.depths * (np.arange(64) % 5 < 2)
-    policy.observe(outcome_of(plan, ids, accepted, seconds=0.006, is_kept=True))
+    policy.estimates.observe(outcome_of(plan, ids, accepted, seconds=0.006, is_kept=True))
     found = policy.deepened(plan, most, ())
     if not unlike:
         assert found is None
@@ -418,12 +421,12 @@ def test_drafts_of_unlike_chances_are_deeper_and_cut(unlike: bool) -> None:
     more, depths, rows = found
     assert more == 1
     assert (depths == np.where(plan.who == 0, plan.depths + 1, 0)).all()
-    assert rows == policy.costs.padded_rows(64 + int(plan.depths.sum()))
+    assert rows == policy.estimates.costs.padded_rows(64 + int(plan.depths.sum()))
     assert policy.deepened(plan, plan.depths[:, None], ()) is None  # there is no room
     assert policy.deepened(plan, most, {0}) is None  # it is told what is drafted
     for _ in range(40):
-        policy.observe(outcome_of(plan, ids, plan.depths, more=1))
-    assert policy.acceptance.survival(range(64))[:, 0, 0].mean() < 0.7
+        policy.estimates.observe(outcome_of(plan, ids, plan.depths, more=1))
+    assert policy.estimates.acceptance.survival(range(64))[:, 0, 0].mean() < 0.7
 
 
 @pytest.mark.parametrize(("seconds", "nodes"), [(0.0052, True), (0.006, False)])
@@ -445,7 +448,9 @@ def test_kept_steps_take_what_was_foreseen_if_it_pays(seconds: float, nodes: boo
         found.append(took)
         waits, accepted = took is None, np.ones(16, dtype=int)
         time = 0.006 if waits else seconds
-        policy.observe(outcome_of(plan, ids, accepted, seconds=time, is_kept=True, waits=waits))
+        policy.estimates.observe(
+            outcome_of(plan, ids, accepted, seconds=time, is_kept=True, waits=waits)
+        )
     # Of the first step it is not known what others take. 48 rows need no padding.
     assert found[1:13] == [None, 16] * 6
     assert found[13:].count(16 if nodes else None) > 0.8 * 47

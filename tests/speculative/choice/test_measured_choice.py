@@ -14,7 +14,8 @@ import torch
 
 from specplug.kernels.kernel_table import c_declined
 from specplug.speculative.choice.best_plan import NOTHING_PAYS, Plan, load_plans
-from specplug.speculative.choice.draft_policy import DraftPolicy, StepOutcome
+from specplug.speculative.choice.draft_policy import DraftPolicy
+from specplug.speculative.choice.estimates import Estimates, StepOutcome
 from specplug.speculative.choice.measured_choice import MeasuredChoice
 from specplug.speculative.choice.tried_ways import TriedWays
 from specplug.speculative.draft_plan import (
@@ -420,13 +421,13 @@ def test_plain_steps_do_not_cost_what_a_device_waits_before(
 ) -> None:
     """A host that is late after a prefill is late whoever drafts."""
     choice, seen = MeasuredChoice(), list[float | None]()
-    observe = DraftPolicy.observe
+    observe = Estimates.observe
 
-    def noted(self: DraftPolicy, outcome: StepOutcome) -> None:
+    def noted(self: Estimates, outcome: StepOutcome) -> None:
         seen.append(outcome.seconds)
         observe(self, outcome)
 
-    monkeypatch.setattr(DraftPolicy, "observe", noted)
+    monkeypatch.setattr(Estimates, "observe", noted)
     monkeypatch.setattr(RUNTIME, "device", torch.device("cuda"))
     planned(choice, foresees=False)
     took = {"propose": 0.004, "target": 0.01, "verify": 0.001, "host": 0.002}

@@ -89,7 +89,7 @@ def test_plan_that_keeps_less_gives_way_to_one_that_keeps_more(share: float) -> 
         both.append(is_both)
         came = plan.tokens * (share if is_both and plan.reason == BEST else 1.0) - size
         accepted = [round(came * (n + 1) / size) - round(came * n / size) for n in range(size)]
-        policy.observe(outcome_of(plan, ids, accepted, known=(0, 1)))
+        policy.estimates.observe(outcome_of(plan, ids, accepted, known=(0, 1)))
     assert both[0]
     often = np.mean(both[40:])
     assert often > 0.9 if share == 1.0 else often < 0.5
