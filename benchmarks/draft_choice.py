@@ -2,7 +2,9 @@
 
     python benchmarks/draft_choice.py
 
-Nothing of it waits for a device. Run it alone on the machine, with one thread.
+As an engine's are: plans of several requests are found in C where there is a compiler, and steps that
+take what they were planned to are seldom learned from. Nothing of it waits for a device. Run it alone
+on the machine, with one thread.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from statistics import median, quantiles
 
 import numpy as np
 
+from specplug.speculative.choice.best_plan import load_plans
 from specplug.speculative.choice.draft_policy import DraftPolicy
 from specplug.speculative.choice.estimates import StepOutcome
 from specplug.speculative.choice.step_cost import CPU_COSTS, StepCosts
@@ -24,7 +27,7 @@ _SKIPPED = 100
 def measure(bs: int, algorithms: int) -> tuple[list[float], list[float]]:
     """Return the microseconds of plans and of what is learned, step by step."""
     random = np.random.default_rng(0)
-    policy = DraftPolicy(StepCosts(algorithms, CPU_COSTS, padded=True), _DEPTH)
+    policy = DraftPolicy(StepCosts(algorithms, CPU_COSTS, padded=True), _DEPTH, load_plans())
     rates = random.uniform(0.2, 0.9, (bs, algorithms))
     ids = [str(number) for number in range(bs)]
     most = np.full((bs, algorithms), _DEPTH)
@@ -46,6 +49,7 @@ def measure(bs: int, algorithms: int) -> tuple[list[float], list[float]]:
             context=100.0 * bs,
             seconds=0.01 + 0.0002 * float(rows) + draft,
             draft_seconds=draft,
+            plan=plan,
         )
         told = time.perf_counter()
         policy.estimates.observe(outcome)

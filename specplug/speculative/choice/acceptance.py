@@ -55,12 +55,11 @@ class Acceptance:
 
     Attributes:
         depth: as given.
-        changes: the chance that a request's text becomes another one from a draft to the next.
     """
 
     def __init__(self, algorithms: int, depth: int) -> None:
         self.depth = depth
-        self.changes = _CHANGES
+        self.expect_changes(_CHANGES)
         self._taken = np.zeros((algorithms, depth))
         self._seen = np.zeros((algorithms, depth))
         # Drafts since the last refresh: by nodes that were seen, and that were taken; what their
@@ -76,6 +75,12 @@ class Acceptance:
         self._waited = 0  # steps, of what was observed since
         self._observed = 0
         self._refresh()
+
+    def expect_changes(self, chance: float) -> None:
+        """Take a request's text to become another one from a draft to the next by this chance."""
+        self._changes = chance
+        drifts = np.eye(len(_GRID), k=1) + np.eye(len(_GRID), k=-1)
+        self._moves = (1 - chance) * ((1 - _DRIFTS) * np.eye(len(_GRID)) + _DRIFTS / 2 * drifts)
 
     def reset(self, row: int) -> None:
         """Begin a new request in a row."""
@@ -201,11 +206,8 @@ class Acceptance:
         Args:
             first: what is believed of new ones.
         """
-        moved: Array = (1 - _DRIFTS) * belief
-        moved[..., 1:] += _DRIFTS / 2 * belief[..., :-1]
-        moved[..., :-1] += _DRIFTS / 2 * belief[..., 1:]
-        moved *= 1 - self.changes
-        moved += self.changes * first
+        moved: Array = belief @ self._moves
+        moved += self._changes * first
         return moved
 
     def fade(self, rows: Several, steps: int = 1) -> None:

@@ -94,9 +94,9 @@ class DraftPolicy:
         filled = [1.0 if a in known else each for a, each in enumerate(self.estimates.filled)]
         if len(request_ids) == 1:
             of_one = {a: nodes[0] for a, nodes in known.items()}
-            rows = np.array([self.estimates.row(request_ids[0])])
-            plan = self._plan_one(int(rows[0]), most[0].tolist(), context, of_one, filled)
-            self.estimates.expected[rows] = plan.tokens
+            row = self.estimates.row(request_ids[0])
+            plan = self._plan_one(row, most[0].tolist(), context, of_one, filled)
+            self.estimates.expected[row], rows = plan.tokens, np.array([row])
         else:
             rows = self.estimates.rows_of(request_ids)
             survival = self._able(self.estimates.acceptance.survival(rows), most, known)
@@ -335,7 +335,7 @@ class DraftPolicy:
             turns: how many turns it takes to try the slower way.
         """
         self.estimates.step += 1
-        self.estimates.acceptance.changes = SELDOM  # bad luck is no change
+        self.estimates.acceptance.expect_changes(SELDOM)  # bad luck is no change
         # The slower way is tried when that is paid for, however bad it was.
         self.estimates.forgets = False
         rows = self.estimates.rows_of(request_ids)
