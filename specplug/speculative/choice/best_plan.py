@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
+from typing import NamedTuple
 
 import attrs
 import numpy as np
@@ -101,6 +102,20 @@ class Plan:
         return frozenset(self.who.tolist()) - {-1}
 
 
+class InMemory(NamedTuple):
+    """Costs as the functions in C read them.
+
+    Attributes:
+        arrays: of float64, contiguous: the curve, the drafters, and what is filled.
+        addresses: of them, which are good as long as these are kept.
+        waiting: a bit for each algorithm that waits.
+    """
+
+    arrays: Sequence[Array]
+    addresses: Sequence[int]
+    waiting: int
+
+
 @attrs.frozen(eq=False)
 class Costs:
     """Seconds of the steps that are chosen from, and what finds plans by them.
@@ -177,6 +192,16 @@ class Costs:
         """Those of steps before which all are caught up."""
         return self if self.usual is None else attrs.evolve(self, drafters=self.usual, usual=None)
 
+    @cached_property
+    def in_memory(self) -> InMemory:
+        """They as the functions in C read them, which the same step asks for several times."""
+        arrays = [
+            np.ascontiguousarray(each, dtype=np.float64)
+            for each in (self.curve, self.drafters, self.filled)
+        ]
+        waiting = sum(1 << a for a in self.waiting)
+        return InMemory(arrays, [_address(each) for each in arrays], waiting)
+
     def drafting(self, of_each: Array) -> Array:
         """Return the seconds of drafting, given those of each algorithm, [A, …]."""
         if not self.waiting:
@@ -251,14 +276,19 @@ def _for_many_in_c(survival: Array, costs: Costs, rate: float) -> Plan | None:
     return Plan(who=who, depths=depths, tokens=tokens, seconds=seconds)
 
 
-def _step(survival: Array, costs: Costs) -> tuple[Step, Sequence[Array]]:
-    """Return what the functions in C take, and the arrays whose addresses it has."""
-    given = survival, costs.curve, costs.drafters, costs.filled
-    arrays = [np.ascontiguousarray(each, dtype=np.float64) for each in given]
-    waiting = sum(1 << a for a in costs.waiting)
-    addresses = map(_address, arrays)
-    step = Step(*survival.shape, len(costs.curve), *addresses, waiting, SHOWN, costs.ragged)
-    return step, arrays
+def _step(survival: Array, costs: Costs) -> tuple[Step, Array]:
+    """Return what the functions in C take, and the survivals whose address it has."""
+    chances, known = np.ascontiguousarray(survival, dtype=np.float64), costs.in_memory
+    step = Step(
+        *survival.shape,
+        len(costs.curve),
+        _address(chances),
+        *known.addresses,
+        known.waiting,
+        SHOWN,
+        costs.ragged,
+    )
+    return step, chances
 
 
 def _address(array: Array) -> int:

@@ -47,6 +47,8 @@ _SETTLED = 16
 """Times after which drift is reckoned anew, once so many have told what costs are about."""
 _MOST_DOUBT = 0.6
 """Share of a cost by which it is doubted at most, however long it was not seen."""
+_LEAST = 1e-6
+"""What a cost is at least, as a share of the first one."""
 
 
 class CostFilter:
@@ -139,8 +141,8 @@ class CostFilter:
             missed = min(max(missed, -most), most)
         gain = towards / variance
         moved = costs + gain * missed
-        if min(moved.tolist()) < 1e-6 * costs[0]:
-            moved = self._moved(weights, missed, (noise * expected) ** 2)
+        if min(moved.tolist()) < _LEAST * costs[0]:
+            moved = self._none_negative(moved, weights, missed, (noise * expected) ** 2)
         self.costs = moved
         self._spread -= gain[:, None] * towards
 
@@ -159,20 +161,23 @@ class CostFilter:
         self._spread += np.outer(moved, moved)
         self.changes += 1
 
-    def _moved(self, weights: Array, missed: float, noise: float) -> Array:
-        """Return the costs after a step whose time missed the expected one by so much. None gets
+    def _none_negative(self, moved: Array, weights: Array, missed: float, noise: float) -> Array:
+        """Return the costs after a step whose time missed the expected one by so much, none of them
         negative: what one cannot take is left to those that can, so that their sum does not end
         farther off than it was.
 
         Args:
+            moved: the costs if they might be.
             noise: the variance of a step's time.
         """
-        costs, least, free = self.costs, 1e-6 * self.costs[0], np.ones(len(weights), dtype=bool)
-        for _ in range(4):
-            towards = self._spread @ (weights * free) * free
+        costs, least = self.costs, _LEAST * self.costs[0]
+        free = moved > least
+        for _ in range(3):
+            own = weights * free
+            towards = self._spread @ own * free
             held = float(weights @ (np.where(free, costs, least) - costs))
             gain = towards / (float(weights @ towards) + noise)
-            moved: Array = np.where(free, costs + gain * (missed - held), least)
+            moved = np.where(free, costs + gain * (missed - held), least)
             if (moved >= least).all():
                 return moved
             free &= moved > least
