@@ -10,7 +10,7 @@ from statistics import median
 import attrs
 import numpy as np
 
-from specplug.speculative.choice.best_plan import Costs, plain_plan, planned
+from specplug.speculative.choice.best_plan import Costs, planned
 from specplug.speculative.choice.estimates import Estimates, StepOutcome
 
 _MOST_DOUBT = 0.2
@@ -133,7 +133,7 @@ def _costs(estimates: Estimates, bs: int, sums: StepSums, depth: int) -> Costs:
 
 
 def _plain_seconds(estimates: Estimates, bs: int, sums: StepSums) -> float:
-    return plain_plan(bs, _costs(estimates, bs, sums, 0)).seconds
+    return _costs(estimates, bs, sums, 0).plain.seconds
 
 
 def _alone(

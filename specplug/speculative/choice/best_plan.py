@@ -121,6 +121,7 @@ class Costs:
     """Seconds of the steps that are chosen from, and what finds plans by them.
 
     Attributes:
+        bs: requests of each.
         curve: [rows + 1] of the target's pass.
         drafters: [A, 5] as ``StepCosts.drafters``.
         ragged: as ``StepCosts.ragged``.
@@ -131,6 +132,7 @@ class Costs:
             same.
     """
 
+    bs: int
     curve: Array
     drafters: Array
     ragged: float
@@ -167,7 +169,7 @@ class Costs:
             drafters[:, 2] += starts[1]
         if costs.algorithms > MOST_ALGORITHMS:
             compiled = None
-        return cls(curve, drafters, costs.ragged, filled, costs.waiting, compiled, usual)
+        return cls(bs, curve, drafters, costs.ragged, filled, costs.waiting, compiled, usual)
 
     def without(self, free: Collection[int]) -> Costs:
         """Return those of steps in which the drafting of some algorithms takes nothing."""
@@ -191,6 +193,17 @@ class Costs:
     def caught_up(self) -> Costs:
         """Those of steps before which all are caught up."""
         return self if self.usual is None else attrs.evolve(self, drafters=self.usual, usual=None)
+
+    @cached_property
+    def plain(self) -> Plan:
+        """The plan in which nothing is drafted."""
+        return Plan(
+            who=np.full(self.bs, -1),
+            depths=np.zeros(self.bs, dtype=np.int64),
+            tokens=float(self.bs),
+            seconds=float(self.curve[self.bs]),
+            reason=NOTHING_PAYS,
+        )
 
     @cached_property
     def in_memory(self) -> InMemory:
@@ -217,17 +230,6 @@ class Costs:
 def load_plans() -> CompiledPlans | None:
     """Return what finds plans in C; None where that cannot be compiled, or is not to be."""
     return load_compiled(compiled_plans.SOURCE, Path(compiled_plans.__file__), CompiledPlans)
-
-
-def plain_plan(bs: int, costs: Costs) -> Plan:
-    """Return the plan in which nothing is drafted."""
-    return Plan(
-        who=np.full(bs, -1),
-        depths=np.zeros(bs, dtype=np.int64),
-        tokens=float(bs),
-        seconds=float(costs.curve[bs]),
-        reason=NOTHING_PAYS,
-    )
 
 
 def planned(who: Array, depths: Array, survival: Array, costs: Costs) -> Plan:
@@ -258,9 +260,9 @@ def best_plan(survival: Array, costs: Costs, rate: float) -> Plan:
         rate: tokens a second that are likely reached, which say what a node must give at least
             when algorithms are compared for a request.
     """
-    plain = plain_plan(len(survival), costs)
     find = _for_many if costs.compiled is None else _for_many_in_c
     found = find(survival, costs, rate)
+    plain = costs.plain
     return found if found is not None and found.rate > MARGIN * plain.rate else plain
 
 

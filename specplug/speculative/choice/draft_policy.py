@@ -13,7 +13,6 @@ from specplug.speculative.choice.best_plan import (
     Costs,
     Plan,
     best_plan,
-    plain_plan,
     planned,
 )
 from specplug.speculative.choice.compiled_plans import CompiledPlans
@@ -151,7 +150,7 @@ class DraftPolicy:
         starts = self.estimates.starts(rows)
         costs = Costs.of(self._costs, bs, context, nodes, np.array(filled), starts, self._compiled)
         costs = costs.without(free)
-        plain = plain_plan(bs, costs)
+        plain = costs.plain
         if not nodes:
             return attrs.evolve(plain, reason=NO_ROOM)
         depth = int(most.max())
@@ -235,7 +234,7 @@ class DraftPolicy:
                 alone = np.zeros_like(survival)
                 alone[:, a] = survival[:, a]
                 plans.append(best_plan(alone, costs, rate))
-        best, plain = max(plans, key=self.estimates.promises.rate), plain_plan(len(survival), costs)
+        best, plain = max(plans, key=self.estimates.promises.rate), costs.plain
         return best if self.estimates.promises.rate(best) > MARGIN * plain.rate else plain
 
     def _plan_one(
@@ -346,7 +345,7 @@ class DraftPolicy:
         survival = self.estimates.acceptance.hopeful(rows, chances)[:, :, :depth]
         everyone = np.zeros(bs, dtype=np.int64)
         drafting = planned(everyone, np.full(bs, depth), survival, costs)
-        plain = plain_plan(bs, costs)
+        plain = costs.plain
         best, other = drafting, plain
         if drafting.rate < MARGIN * plain.rate:
             best, other = plain, drafting

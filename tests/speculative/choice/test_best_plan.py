@@ -31,9 +31,9 @@ def in_c() -> CompiledPlans:
     return found
 
 
-def costs(curve: np.ndarray, compiled: Compiled = None) -> Costs:
+def costs(bs: int, curve: np.ndarray, compiled: Compiled = None) -> Costs:
     drafters = np.array([[0.1, 0.1, 0.0, 0.001, 0.1], [0.05, 0.02, 0.01, 0.0, 0.02]])
-    return Costs(curve, drafters, 0.0, np.ones(2), compiled=compiled)
+    return Costs(bs, curve, drafters, 0.0, np.ones(2), compiled=compiled)
 
 
 CURVES = {
@@ -51,7 +51,7 @@ def test_plan_is_near_the_best_of_all(
 ) -> None:
     random = np.random.default_rng(seed)
     survival = np.cumprod(random.uniform(0.2, 1.0, (bs, 2, 3)), 2)
-    own = attrs.evolve(costs(CURVES[curve], compiled), waiting=waiting)
+    own = attrs.evolve(costs(bs, CURVES[curve], compiled), waiting=waiting)
     found = best_plan(survival, own, 1.0)
     every = [(-1, 0), *product((0, 1), (1, 2, 3))]
     best = max(
@@ -68,7 +68,7 @@ def test_plan_is_near_the_best_of_all(
 
 def test_what_drafts_beside_a_look_up_counts_in_part(compiled: Compiled) -> None:
     who, depths, survival = np.array([0, 1, -1]), np.array([1, 1, 0]), np.full((3, 2, 1), 0.5)
-    summed = costs(CURVES["line"], compiled)
+    summed = costs(3, CURVES["line"], compiled)
     for text, model in ((0.5, 0.2), (0.2, 0.5)):
         for waiting, drafting in (((), 0.7), ((1,), 0.62)):
             drafters = np.array([[model, 0, 0, 0, 0], [text, 0, 0, 0, 0.0]])
@@ -78,7 +78,7 @@ def test_what_drafts_beside_a_look_up_counts_in_part(compiled: Compiled) -> None
 
 
 def test_nothing_is_drafted_where_nothing_pays(compiled: Compiled) -> None:
-    plan = best_plan(np.full((3, 2, 3), 0.05), costs(CURVES["line"], compiled), 1.0)
+    plan = best_plan(np.full((3, 2, 3), 0.05), costs(3, CURVES["line"], compiled), 1.0)
     assert plan.who.tolist() == [-1] * 3
     assert plan.depths.tolist() == [0] * 3
 
@@ -92,7 +92,7 @@ def test_drafts_that_hardly_look_better_are_left_out(
     curve = bs + 0.5 * (np.arange(4 * bs + 1) - bs)
     survival = np.zeros((bs, 1, 3))
     survival[:, 0, 0] = 1.5 * better - 1  # 1.5 times the tokens would be worth the time
-    free = Costs(curve, np.zeros((1, 5)), 0.0, np.ones(1), compiled=compiled)
+    free = Costs(bs, curve, np.zeros((1, 5)), 0.0, np.ones(1), compiled=compiled)
     found = best_plan(survival, free, 1.0)
     assert (found.who >= 0).tolist() == [drafts] * bs
 
@@ -100,9 +100,9 @@ def test_drafts_that_hardly_look_better_are_left_out(
 def test_algorithm_that_may_not_draft_is_not_chosen(compiled: Compiled) -> None:
     survival = np.full((2, 2, 3), 0.9)
     survival[0, 0] = survival[1, 1] = 0.0
-    plan = best_plan(survival, costs(np.full(16, 1.0), compiled), 1.0)
+    plan = best_plan(survival, costs(2, np.full(16, 1.0), compiled), 1.0)
     assert plan.who.tolist() == [1, 0]
-    assert not best_plan(np.zeros((2, 2, 3)), costs(np.full(16, 1.0), compiled), 1.0).drafts
+    assert not best_plan(np.zeros((2, 2, 3)), costs(2, np.full(16, 1.0), compiled), 1.0).drafts
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -141,6 +141,7 @@ def _any_step(random: np.random.Generator) -> tuple[np.ndarray, Costs]:
     rows = np.arange(bs * (deepest + 1) + 1)
     curve = 1 + random.choice([0.001, 0.01, 0.1]) * 16 * np.ceil(rows / random.choice([1, 16]))
     return survival, Costs(
+        bs=bs,
         curve=curve,
         drafters=random.uniform(0, 1, (algorithms, 5)) * [0.3, 0.1, 0.02, 0.001, 0.1],
         ragged=random.uniform(0, 0.1),
@@ -177,10 +178,10 @@ def test_numpy_plans_for_more_algorithms_than_c_has_room_for() -> None:
 @pytest.mark.parametrize("curve", CURVES)
 def test_best_of_one_request_is_the_best_of_all(curve: str) -> None:
     random = np.random.default_rng(3)
-    every = costs(CURVES[curve])
+    every = costs(1, CURVES[curve])
     every.filled[:] = 0.6, 1.0
     own = CostsOfOne(CURVES[curve].tolist(), 0.25, every.drafters.tolist(), every.filled.tolist())
-    every = Costs(every.curve + 0.25, every.drafters, 0.0, every.filled)
+    every = Costs(1, every.curve + 0.25, every.drafters, 0.0, every.filled)
     drafted = 0
     for _ in range(40):
         survival = np.cumprod(random.uniform(0.2, 1.0, (2, 6)), 1)
