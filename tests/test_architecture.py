@@ -113,6 +113,12 @@ def test_architecture_names_code_that_exists() -> None:
         assert name in set(defined(tree)), f"{path} has no {name}"
 
 
+def test_architecture_names_each_file_of_the_choice() -> None:
+    folder = PACKAGE / "speculative" / "choice"
+    told = re.findall(rf"\]\(\.\./specplug/{folder.relative_to(PACKAGE)}/(\w+)\.py\)", TEXT)
+    assert {*told} == {file.stem for file in folder.glob("*.py")} - {"__init__"}
+
+
 def test_architecture_names_who_writes_each_request_field() -> None:
     told = {
         field: set(quoted(row[1]))
