@@ -2,9 +2,10 @@
 
     python benchmarks/draft_choice.py
 
-As an engine's are: plans of several requests are found in C where there is a compiler, and steps
-that take what they were planned to are seldom learned from. Nothing of it waits for a device. Run
-it alone on the machine, with one thread.
+As an engine's are: plans of several requests are found in C where there is a compiler, and steps of
+one that take what they were planned to are seldom learned from. Each step of several is planned
+anew, and so learned from; an engine keeps to most plans for some steps. Nothing of it waits for a
+device. Run it alone on the machine, with one thread.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ one is told.
 The engine takes values from a plugin, and no methods. Of what a hook returns the fields are read,
 each once, and an object of the core's own type is made of them (``rebuilt``): a subclass, or an
 object whose methods were replaced, is of no effect. Tensors are torch's own (``is_dense``).
+Workers, future maps and trainers are the plugin's own objects: of these the type is checked at
+most, and their methods are called under ``PluginGuard.guard``.
 """
 
 from __future__ import annotations
@@ -181,8 +183,8 @@ def check_verified(
 def check_per_node(
     plugins: PluginGuard, output: TargetOutput, names: Collection[str], draft: Draft
 ) -> dict[str, Tensor]:
-    """Return the tensors of ``output.per_node`` as ``verify`` has left it, those under other
-    ``names`` in memory of their own size, so that compaction can copy their rows."""
+    """Return what ``verify`` has added to ``output.per_node``, the tensors under none of the core's
+    own ``names``: contiguous, so that compaction can copy their rows."""
     hook = "verify"
     found = plugins.guard(hook, getattr, output, "per_node")
     what = "target_output.per_node"
@@ -291,6 +293,7 @@ def check_tensors(
             and len(tensor) == size
             and (tensor.device == like.device or (on_host and tensor.is_cpu))
         ):
-            expected = f"a tensor of leading size {size} on {like.device}"
+            where = f"{like.device} or the CPU" if on_host else like.device
+            expected = f"a tensor of leading size {size} on {where}"
             plugins.refuse(hook, f"gave {what} {shown(name)} {described(tensor)}", expected)
     return kept

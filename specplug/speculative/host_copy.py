@@ -36,9 +36,10 @@ def upload_together(tensors: Sequence[Tensor], device: torch.device) -> list[Ten
 
     Args:
         tensors: of any shapes, and of the dtypes that numpy has.
+        device: where to; also the CPU.
 
     Returns:
-        The same in memory of their own, in this order, contiguous.
+        The same in this order, each contiguous: views of one memory, which is not that of those.
     """
     memory, starts = bytearray(), list[int]()
     for tensor in tensors:

@@ -56,7 +56,7 @@ LEAVES = {
     "speculative/calibration.py",  # observe: counts what was accepted; no token follows from it
     "speculative/host_copy.py",  # upload, host_copy: starts a copy
     "speculative/plugin_guard.py",  # call, guard: calls a plugin
-    "speculative/hook_results.py",  # check_draft, …: refuses what it gave wrong
+    "speculative/hook_results.py",  # check_draft, …: refuses what it gave wrong, bounds the rest
 }
 RECORDED = {
     "speculative/graph_recorder.py",  # in the steps that record

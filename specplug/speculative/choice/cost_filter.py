@@ -70,7 +70,8 @@ class CostFilter:
 
     Attributes:
         costs: [p] float64, seconds once something was measured.
-        changes: how often they have changed, and how well they are known.
+        changes: is another one after whatever may have changed the costs, or how well they are
+            known: who keeps what follows from them compares it.
     """
 
     def __init__(self, costs: Array, scales: Array, likeness: Array, parts: int = 2) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import attrs
 import numpy as np
 
-from specplug.speculative.choice.acceptance import SELDOM
 from specplug.speculative.choice.best_plan import (
     MARGIN,
     Costs,
@@ -18,6 +17,7 @@ from specplug.speculative.choice.best_plan import (
 from specplug.speculative.choice.compiled_plans import CompiledPlans
 from specplug.speculative.choice.cut_depths import DraftForm
 from specplug.speculative.choice.estimates import EARLY, Estimates
+from specplug.speculative.choice.foresight import Rows
 from specplug.speculative.choice.one_request import CostsOfOne, best_of_one, tried_of_one
 from specplug.speculative.choice.step_cost import StepCosts
 from specplug.speculative.choice.trials import (
@@ -30,7 +30,6 @@ from specplug.speculative.choice.trials import (
 )
 
 Array = np.ndarray
-Rows = Array | Sequence[Sequence[float]]
 
 NO_ROOM = "no draft is asked for, or has room"
 _LUCK = 0.1
@@ -44,8 +43,7 @@ _COMPARED = 4
 class DraftPolicy:
     """Chooses for each step who drafts for each request and how deep.
 
-    Nothing here reads a clock or a device: times are told. With fixed costs the same outcomes give
-    the same plans.
+    With fixed costs the same outcomes give the same plans.
 
     Args:
         costs: of a step.
@@ -59,8 +57,8 @@ class DraftPolicy:
     def __init__(self, costs: StepCosts, depth: int, compiled: CompiledPlans | None = None) -> None:
         self.estimates = Estimates(costs, depth)
         self._costs = costs
-        self._ids: tuple[str, ...] = ()  # of the last step, and their rows
-        self._planned = np.zeros(0, dtype=np.int64)
+        self._ids: tuple[str, ...] = ()  # of the last step
+        self._rows = np.zeros(0, dtype=np.int64)
         self._trials = Trials()
         self._was_best = False  # whether the last plan was no trial
         self._compiled = compiled
@@ -99,11 +97,11 @@ class DraftPolicy:
         else:
             rows = self.estimates.rows_of(request_ids)
             survival = self._able(self.estimates.acceptance.survival(rows), most, known)
-            free = early if self.estimates.waits.best(EARLY) else ()
+            free = early if self.estimates.early_ways.best(EARLY) else ()
             plan = self._plan_many(rows, most, context, survival, known, filled, free)
             self.estimates.expected[rows] = plan.tokens_of_each(survival)
         was_best, self._was_best = self._was_best, plan.reason not in (TRIED, TRIED_PLAIN)
-        self._ids, self._planned = tuple(request_ids), rows
+        self._ids, self._rows = tuple(request_ids), rows
         self._feed(plan.who, follows=was_best and self._was_best)  # a trial ends anyway
         return plan
 
@@ -116,7 +114,7 @@ class DraftPolicy:
         """
         self.estimates.step += 1
         if tuple(request_ids) != self._ids:
-            self._ids, self._planned = tuple(request_ids), self.estimates.rows_of(request_ids)
+            self._ids, self._rows = tuple(request_ids), self.estimates.rows_of(request_ids)
         self._feed(np.array(who), follows=True)
         self._earned(plan)
 
@@ -124,8 +122,8 @@ class DraftPolicy:
         """Note what drafts for each request of the step, and if it ``follows`` one of another best
         plan for how long algorithms draft."""
         if follows and len(who) > 1:
-            self.estimates.catch_ups.follow(self._planned, who)
-        self.estimates.catch_ups.feed(self._planned, who, self.estimates.step)
+            self.estimates.catch_ups.follow(self._rows, who)
+        self.estimates.catch_ups.feed(self._rows, who, self.estimates.step)
 
     def _plan_many(
         self,
@@ -325,7 +323,7 @@ class DraftPolicy:
         self, request_ids: Sequence[str], depth: int, *, goes_on: bool, turns: float = 1.0
     ) -> Plan:
         """Return the plan of a turn, steps in which the only algorithm drafts equally deep for all
-        requests, or for none: for a host that can do no more.
+        requests, or for none: for a host that can do no more. See ``Estimates.keep_all``.
 
         Args:
             request_ids: of the n requests.
@@ -334,9 +332,6 @@ class DraftPolicy:
             turns: how many turns it takes to try the slower way.
         """
         self.estimates.step += 1
-        self.estimates.acceptance.expect_changes(SELDOM)  # bad luck is no change
-        # The slower way is tried when that is paid for, however bad it was.
-        self.estimates.forgets = False
         rows = self.estimates.rows_of(request_ids)
         bs = len(rows)
         costs = Costs.of(self._costs, bs, 0.0, bs * depth, np.array(self.estimates.filled))
@@ -380,7 +375,7 @@ class DraftPolicy:
         Args:
             early: the algorithms that foresaw it.
         """
-        if not self.estimates.waits.choose(EARLY):
+        if not self.estimates.early_ways.choose(EARLY):
             return None
         own = sum([int(plan.depths[plan.who == a].sum()) for a in early])
         return own + self._costs.padded_rows(plan.rows) - plan.rows

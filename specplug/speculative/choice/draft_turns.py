@@ -72,6 +72,7 @@ class DraftTurns:
 
     def __init__(self, depth: int, tell: Callable[[str], None]) -> None:
         self._policy = DraftPolicy(StepCosts(1, GPU_COSTS, padded=True), max(1, depth))
+        self._policy.estimates.keep_all()
         self._turns: dict[int, Turn] = {}
         self._last: tuple[tuple[int, int], float] | None = None
         self._tell = tell

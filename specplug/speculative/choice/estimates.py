@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from specplug.speculative.choice.acceptance import Acceptance
+from specplug.speculative.choice.acceptance import SELDOM, Acceptance
 from specplug.speculative.choice.best_plan import BEST, NOTHING_PAYS, Plan
 from specplug.speculative.choice.catch_ups import CatchUps
 from specplug.speculative.choice.cut_depths import CutDepths, DraftForm
@@ -52,8 +52,8 @@ class StepOutcome:
         context: committed tokens of all requests.
         seconds: of the step; None: they say nothing (it prefilled too, …).
         draft_seconds: of them those of drafting; None: not known apart.
-        known: the algorithms whose survivals ``plan`` was told. Of their acceptance nothing is
-            estimated.
+        known: the algorithms whose survivals ``DraftPolicy.plan`` was told. Of their acceptance
+            nothing is estimated.
         caught_up: the algorithms that were fed what several steps had committed, so that the step
             took longer than it does if they draft again.
         chances: how likely the first token of each draft was to be accepted, as its scores say; 0:
@@ -98,16 +98,15 @@ class Estimates:
         catch_ups: what it takes to bring an algorithm up to date.
         promises: how much comes of what plans promise.
         cut_depths: how much deeper drafts are of which the likeliest nodes are verified.
-        waits: whether what was foreseen a step too early is waited for (0) or not (1): of
-            ``EARLY``.
-        step: how many were planned.
+        early_ways: which way drafts go that were foreseen a step too early, of ``EARLY``: 0, the
+            host's are waited for; 1, they are taken as they were foreseen.
+        step: how many were planned or kept to a plan; ``DraftPolicy`` counts them.
         heard: by row of a request, [*, A] int64, the step in which it was last heard of each
             algorithm's drafts.
-        expected: by row, [*] float64, tokens that the request's last step is expected to commit; 1
-            of its prefill.
+        expected: by row, [*] float64, tokens that the request's last step is expected to commit, as
+            ``DraftPolicy`` planned it; 1 of its prefill.
         filled: [A], the share of the nodes asked for that each algorithm drafts.
         drafted: [A], the step in which each last drafted.
-        forgets: whether what is known fades.
     """
 
     def __init__(self, costs: StepCosts, depth: int) -> None:
@@ -117,17 +116,23 @@ class Estimates:
         self.catch_ups = CatchUps(algorithms)
         self.promises = Promises()
         self.cut_depths = CutDepths(algorithms)
-        self.waits = TriedWays(2, _TRUSTED)
+        self.early_ways = TriedWays(2, _TRUSTED)
         self.step = 0
         self.heard = np.zeros((0, algorithms), dtype=np.int64)
         self.expected = np.zeros(0)
         self.filled = [1.0] * algorithms
         self.drafted = [0] * algorithms
-        self.forgets = True
+        self._forgets = True
         self._rows: dict[str, int] = {}
         self._free: list[int] = []
-        self._told = 0
+        self._near = 0
         self._worked: tuple[tuple[Any, ...], StepWork] | None = None  # what the last step did
+
+    def keep_all(self) -> None:
+        """Let nothing known fade, and take bad luck for no change: where all draft or none does,
+        the slower way is tried when that is paid for, however bad it was."""
+        self.acceptance.expect_changes(SELDOM)
+        self._forgets = False
 
     def rows_of(self, request_ids: Sequence[str]) -> Array:
         """Return the rows of requests, [n] int64; new ones get one."""
@@ -198,7 +203,7 @@ class Estimates:
         """Learn from a step: what was accepted, and what it took."""
         # A request that has ended is forgotten before its last step is told.
         rows = [self._rows.get(each, -1) for each in outcome.request_ids]
-        if self.forgets and self.step % _FADED == 0:
+        if self._forgets and self.step % _FADED == 0:
             self.acceptance.fade([row for row in rows if row >= 0], _FADED)
             every = enumerate(self.drafted)
             self.costs.revert([a for a, last in every if self.step - last >= _FADED])
@@ -262,7 +267,7 @@ class Estimates:
         if outcome.waits is not None and not outcome.more:
             # Not beside the plan's own: whether that counts the wait is what is learned here.
             own = self.costs.target_seconds(size, plan.rows)
-            self.waits.learn(EARLY, int(not outcome.waits), came, seconds / own)
+            self.early_ways.learn(EARLY, int(not outcome.waits), came, seconds / own)
         # The step of a plan takes longer than those that keep to it, by what planning does.
         if form is not None and outcome.is_kept and outcome.waits is not False:
             self.cut_depths.learn(form, outcome.more, came, seconds / plan.seconds)
@@ -288,7 +293,7 @@ class Estimates:
             self._learn_cost(outcome, self.work_of(outcome), trusted=True)
 
     def _learn_cost(self, outcome: StepOutcome, work: StepWork, *, trusted: bool = False) -> None:
-        if outcome.seconds is not None and not self._is_as_planned(outcome):
+        if outcome.seconds is not None and not self._need_not_learn(outcome):
             self.costs.observe(
                 work,
                 outcome.seconds,
@@ -297,7 +302,7 @@ class Estimates:
                 waited=outcome.waits is not False,
             )
 
-    def _is_as_planned(self, outcome: StepOutcome) -> bool:
+    def _need_not_learn(self, outcome: StepOutcome) -> bool:
         """Return whether a step need not be learned from: of those of one request, which are the
         shortest, and of those that keep to a plan, every fourth one tells enough where they take
         what they were planned to."""
@@ -305,9 +310,9 @@ class Estimates:
         is_many = len(outcome.who) > 1
         if plan is None or outcome.seconds is None or (is_many and not outcome.is_kept):
             return False
-        self._told = (self._told + 1) % _TOLD
+        self._near = (self._near + 1) % _TOLD
         near = abs(outcome.seconds - plan.seconds) < _NEAR_PLANNED * plan.seconds
-        return near and self._told != 0 and self.costs.is_measured
+        return near and self._near != 0 and self.costs.is_measured
 
     def _learn_catch_up(self, outcome: StepOutcome, work: StepWork, rows: Sequence[int]) -> None:
         """Learn how much longer drafting takes where an algorithm is caught up: no longer than a

@@ -24,6 +24,7 @@ same and at least ``SEVERAL``."""
 _KEPT_TEXT = 2
 """The same where text that is looked up is drafted: it changes sooner."""
 SEVERAL = 4
+"""Requests from which on a plan is kept, and what is found in their texts is cut to some rows."""
 _MOST_KEPT, _MOST_IDLE = 6, 8
 """The most such steps of a plan with drafts, and of one without. One that is as the one before it
 was is kept for twice as many: a plan of 64 requests takes a slow host 2 ms, beside steps of 6, and
@@ -239,9 +240,9 @@ class KeptPlan:
         self.goes_on = False
 
     def still_holds(self, launched: LaunchedStep, outcome: StepOutcome) -> bool:
-        """Return whether it is kept after what has come of a step: not if that is one of several
-        requests with this plan and brought far fewer tokens than promised, as where all are new and
-        none is as those before them."""
+        """Learn what has come of a step, and return whether it is kept: not if that is one of
+        several requests with this plan and brought far fewer tokens than promised, as where all are
+        new and none is as those before them."""
         if launched.plan is not self.plan:
             return True
         who: Sequence[int] = outcome.who

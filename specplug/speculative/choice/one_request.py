@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 
 import attrs
 import numpy as np
@@ -57,7 +58,7 @@ class CostsOfOne:
             ]
         return cls(curve, of_context * (context * 1e-3), drafters, filled)
 
-    @property
+    @cached_property
     def plain(self) -> Plan:
         """The plan in which nothing is drafted."""
         return _plan(-1, 0, 1.0, self.curve[1] + self.context, NOTHING_PAYS)

@@ -338,6 +338,7 @@ def test_all_or_none_draft_by_what_steps_gave(seconds: float, pays: bool, goes_o
     """Four requests, of whose five drafted tokens three are taken: 4 tokens for 1.4 or 6 plain
     steps. The other way is tried now and then."""
     policy = DraftPolicy(StepCosts(1, CPU_COSTS, padded=False), 5)
+    policy.estimates.keep_all()
     names, drafted = list("abcd"), []
     for turn in range(400):
         drafts = bool(policy.plan_alike(names, 5, goes_on=goes_on).depths.any()) ^ (turn == 3)
