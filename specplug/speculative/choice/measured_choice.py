@@ -124,7 +124,9 @@ class MeasuredChoice:
         if policy is None:
             return None
         if max(choices.most_nodes, default=1) == 1 or not any(choices.allowed):
-            self._launched.append(LaunchedStep(_ids(batch), _context(batch)))
+            ids = _ids(batch)
+            policy.skip(ids)
+            self._launched.append(LaunchedStep(ids, _context(batch)))
             size = choices.size
             return DraftPlan(who=(NOBODY,) * size, most_nodes=(1,) * size, reason=NO_ROOM)
         if kept is None or not kept.asks_nobody:

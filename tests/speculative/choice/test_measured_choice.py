@@ -197,6 +197,27 @@ def kept(
     return choice.kept_plan(stub, choices)
 
 
+def test_step_without_room_is_counted() -> None:
+    """It commits a token of each request, and what is known of them fades as in other steps."""
+    choice, names = MeasuredChoice(deterministic=True), tuple("01234")
+    planned_of_two(choice, (8,) * 5)
+    assert choice._policy is not None
+    known = choice._policy.estimates
+    assert known.ahead(names).min() > 1
+    faded = list[int]()
+    known.acceptance.fade = lambda rows, steps: faded.append(steps)  # type: ignore[method-assign]
+    ones = dict.fromkeys(("planned", "widths", "accept_lens"), (1,) * 5)
+    report = attrs.evolve(report_of("NONE", 1, 1), decode_ids=names, drafters=("NONE",) * 5, **ones)
+    for _ in range(16):
+        plan = kept(choice, names, 1)
+        assert plan is not None
+        assert plan.drafts_nothing
+        choice.on_step(report)
+        assert known.ahead(names).tolist() == [1] * 5
+    assert known.step == 17
+    assert faded == [8, 8]
+
+
 def test_plan_of_several_requests_is_kept_for_some_steps() -> None:
     assert kept(MeasuredChoice(deterministic=True), "01234", 8) is None
     for size, told, steps in ((5, True, 2), (128, True, 2), (5, False, 3), (128, False, 3)):
