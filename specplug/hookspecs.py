@@ -376,7 +376,8 @@ def propose(runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:  
         algorithm knows them. A request with nothing to
         propose has width 1. The engine puts in the root itself; a token outside the vocabulary
         becomes one inside; a node that is deeper than the declared depth, or has no parent before
-        it, is never accepted. None is refused.
+        it, is never accepted. None is refused. What was drafted on the host goes to the device in
+        one copy by ``upload_together``.
     """
 
 
