@@ -60,8 +60,9 @@ class Benefit:
     Attributes:
         speed_up: tokens a second over those of plain decoding, of steps that only decoded, by the
             median time of those without drafts at the same batch sizes; None: these were too few.
-        alone: what is expected of each algorithm that drafted often enough to be known, by name: at
-            the acceptance of the steps in which it drafted, which are those that suited it.
+        alone: what is expected of each algorithm that is known well enough, by name: at the
+            acceptance of the steps in which it drafted, which are those that suited it, and of
+            first tokens that it would have had right. Of what tells its drafts before nothing is.
     """
 
     speed_up: float | None

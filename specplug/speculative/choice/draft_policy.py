@@ -359,7 +359,7 @@ class DraftPolicy:
     ) -> tuple[int, Array, int] | None:
         """Return how much deeper the steps that keep to a plan draft, how deep for each request,
         [n], and how many rows the target's pass then has for the likeliest nodes: those of the
-        plan. None: they draft as planned.
+        plan, as padded. None: they draft as planned.
 
         Args:
             most: as in ``plan``.

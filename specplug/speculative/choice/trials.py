@@ -51,8 +51,8 @@ be fewer."""
 _TRIED_FEW = 2
 """The fewest requests of a trial, if there are so many: one says little."""
 _QUIET = 64
-"""Steps in which an algorithm drafted for nobody, from which on a trial is saved for that tells of
-all requests: of few it costs half as much, and drafts for few are not worth their cost."""
+"""Steps in which an algorithm was heard of for nobody, from which on a trial is saved for that
+tells of all requests: of few it costs half as much, and drafts for few are not worth their cost."""
 _MORE = 1.05
 """How much more is saved for a trial than it costs: that may grow meanwhile."""
 _REST = 5
@@ -156,7 +156,7 @@ class Trials:
         """Return the plan with some requests drafted for as would be best if all were as good as it
         may be, if that is better, and there is credit for what it costs if it is not: as many of
         those that were not for long as there is credit for, first those that have missed least, as
-        new ones. All of them, where an algorithm drafted for nobody for long.
+        new ones. All of them, where an algorithm was heard of for nobody for long.
 
         Args:
             survival: [n, A, D] as the plan was made of.
