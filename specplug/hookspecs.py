@@ -7,8 +7,9 @@ has a default.
 
 One run has one ``pluggy.PluginManager`` with the core's defaults (asked last), the chosen algorithm
 and all installed extensions (group ``specplug.extensions``). An extension's wrapper
-(``hookimpl(wrapper=True)``) can time, trace or veto any hook of any algorithm. An implementation
-may take fewer arguments than its hook has.
+(``hookimpl(wrapper=True)``) can time, trace or veto any hook of the run's algorithm. Parts (below)
+have no extensions, so no wrapper sees ``grow_draft``. An implementation may take fewer arguments
+than its hook has.
 
 Words: bs batch size; S ``num_steps``; K ``topk``; N nodes per request; T the nodes of all requests
 (bs·N where all are equally wide); R rows of a tensor; C columns, the most tokens that a step can
@@ -74,9 +75,10 @@ or ``VerifyOutput``, the engine takes the values of its fields and calls no meth
 ``AttentionPlan``, never to the target's. Only the target's own layers write there for a draft
 (``runtime.target_layers``), to slots from the committed length on, over which the verification
 writes. A request's committed tokens fill its slots from 0 to ``seq_lens - 1``. While drafting, the
-slots from ``seq_lens`` on may be written, as many as ``batch.max_draft_nodes`` says; what is
-written further on is lost. ``build_draft_input`` may write committed positions again, but those
-that a shared page of the prefix cache holds are kept. On acceptance the engine moves the
+slots from ``seq_lens`` on may be written, as many as ``batch.max_draft_slots`` says, or where that
+is (), as ``batch.max_draft_nodes`` says; what is written further on is lost.
+``build_draft_input`` may write committed positions again, but those that a shared page of the
+prefix cache holds are kept. On acceptance the engine moves the
 **target's** KV to consecutive slots and compacts every tensor of ``per_node``. It moves **no draft
 cache**: ``build_draft_input`` writes the accepted rows there. A draft of another vocabulary may
 have several tokens of its own for one of the target's: ``allocate_kv(own_lengths=)`` gives each
@@ -110,12 +112,13 @@ that names both.
 
 **Errors.** What a hook raises is a ``PluginError`` that names the plugin, its version and the hook,
 ``sys.exit`` too; so is a result of another type, dtype, shape or device than is said here. The
-requests of that step end with the error, and the engine goes on. Only the hooks before the run
-(``validate_config``, ``create_worker``, ``create_future_map``) may refuse what the user gave, by
-``UsageError`` or ``CheckpointError``. Torch's default device, where a hook has changed it,
-is put back, with a warning that names the plugin. Values (tokens, parents, depths, accepted paths)
-are bounded on the device. With ``SPECPLUG_DEBUG=1`` in the environment they are read on the host,
-and a wrong one is an error: set it in tests of a plugin.
+embedded engine ends all requests with the error, those that wait too, drops its prefix cache, and
+goes on. Only the hooks before the run or a training (``validate_config``, ``create_worker``,
+``create_future_map``, ``create_trainer``) may refuse what the user gave, by ``UsageError`` or
+``CheckpointError``. Torch's default device, where a hook has changed it, is put back, with a
+warning that names the plugin. Values (tokens, parents, depths, accepted paths) are bounded on the
+device. With ``SPECPLUG_DEBUG=1`` in the environment they are read on the host, and a wrong one is
+an error: set it in tests of a plugin.
 """
 
 from __future__ import annotations
@@ -152,8 +155,9 @@ REQUIRED = ("describe", "create_worker", "build_draft_input", "propose")
 def describe() -> AlgorithmInfo:  # type: ignore[empty-body]
     """Say what the algorithm is. Required.
 
-    Called for listing and selection, before anything is loaded. The module it stands in must not
-    import torch, transformers or triton at its top.
+    Called for selection and by ``specplug list --check``, before anything is loaded; a listing
+    reads the source alone. The module it stands in must not import torch, transformers or triton at
+    its top.
 
     Returns:
         The declaration. Its ``name`` equals the entry point's name. None is refused.
@@ -165,8 +169,10 @@ def validate_config(config: SpecConfig) -> SpecConfig | None:
     """Check the settings of a run, or change them.
 
     Called after selection and before any weight is loaded, once in each process that needs the
-    settings. A host may start its next process with the ``num_steps``, ``topk`` and
-    ``num_draft_tokens`` that were returned in the first: leave these as they are then.
+    settings. Of a part it is called several times, the last time when the target is loaded, maybe
+    with what it has returned before: leave that as it is. A host may start its next process with
+    the ``num_steps``, ``topk`` and ``num_draft_tokens`` that were returned in the first: leave
+    these as they are then.
 
     Args:
         config: the algorithm's defaults with what the user typed over them.
@@ -195,11 +201,12 @@ def create_worker(runtime: Runtime) -> object:
         def state_spec(self):
             return {"hidden_states": StateTensor((self.width,), runtime.dtype)}
 
-    All that make such a tensor take its form from here: idle ranks, received requests, the
-    future map. A declared tensor is always there in ``propose``, as zeros if no step has
-    left it, and one of another form is refused. What is not declared is carried as it comes, and
-    absent where it did not. Other state an algorithm keeps by request row (``batch.req_indices``,
-    below ``runtime.req_table_size``) or by ``request_id``.
+    All that make such a tensor take its form from here: idle ranks, received requests, the future
+    map. A declared tensor is always there in ``propose``, as zeros if no step has left it, and one
+    of another form is refused. What is not declared is absent until some request has left it, and
+    zeros after that where one has not. Another width or type is filled up with zeros or cast. The
+    core takes none of it from another instance. Other state an algorithm keeps by request row
+    (``batch.req_indices``, below ``runtime.req_table_size``) or by ``request_id``.
 
     Args:
         runtime: the only door to the engine. ``runtime.worker`` is None until this returns.
@@ -302,16 +309,17 @@ def build_disagg_draft_input(
 def foresee_drafts(runtime: Runtime, requests: Sequence[RequestView]) -> ForeseenDrafts | None:
     """Say what would be drafted for each request, where that is known on the host at no cost.
 
-    Called in each decode step before ``plan_drafts``, if a plugin implements that, whoever drafts
-    then; not in the warm-up, nor for an idle batch. It is for algorithms that draft from text, as
-    NGRAM does. The choice of drafts compares what was foreseen with what the target took, whoever
-    drafted, and so learns how often such scores come true. Where nothing that was committed is
-    unknown to the algorithm, it goes by the scores of the very draft that it would get; else by
-    those of the chain's nodes after the tokens that the running step is expected to commit. What is
-    asked for then by ``propose`` is to be drafted as it was foreseen, or from what was read since.
-    A plan may take what was foreseen as it is (``DraftPlan.as_foreseen``): then ``propose`` is not
-    called for it, and the core goes on in the chain after the tokens that the algorithm has not
-    read. So where it is asked a step too early chains are best twice as deep as drafts.
+    Called in a decode step that is planned, before ``plan_drafts``, if a plugin implements that,
+    whoever drafts then; not in the warm-up, nor for an idle batch. It is for algorithms that draft
+    from text, as NGRAM does. The choice of drafts compares what was foreseen with what the target
+    took, whoever drafted, and so learns how often such scores come true. Where nothing that was
+    committed is unknown to the algorithm, it goes by the scores of the very draft that it would
+    get; else by those of the chain's nodes after the tokens that the running step is expected to
+    commit. What is asked for then by ``propose`` is to be drafted as it was foreseen, or from what
+    was read since. A plan may take what was foreseen as it is (``DraftPlan.as_foreseen``): then
+    ``propose`` is not called for it, and the core goes on in the chain after the tokens that the
+    algorithm has not read. So where it is asked a step too early chains are best twice as deep as
+    drafts.
 
     What steps have left by ``DraftInput(host=…)`` and has come to the host is told by
     ``on_host_tensors`` before. Nothing waits for the device: so an algorithm may not have read yet
@@ -357,16 +365,18 @@ def plan_drafts(runtime: Runtime, batch: Batch, choices: DraftChoices) -> DraftP
 def propose(runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:  # type: ignore[empty-body]
     """Draft the next tokens of every request of a decode batch. Required.
 
-    Called first in each decode step. The draft model may write its cache at the request's slots
-    from ``batch.seq_lens`` on. Those keys are scratch: acceptance moves none of them.
+    Called in a decode step in which the algorithm drafts, before the target's pass. Not where
+    nobody drafts, nor where the plan takes what was foreseen. The draft model may write its cache
+    at the request's slots from ``batch.seq_lens`` on. Those keys are scratch: acceptance moves none
+    of them.
 
     Args:
         runtime: the engine's.
         batch: the requests; ``batch.seq_lens`` are the positions of the roots, as
             ``future_map.resolve`` gave them. Of each request ``batch.max_draft_nodes`` nodes, known
-            on the host, can be verified: N or more, fewer where the KV pool is short. It binds, so
-            a draft that costs something is best made no deeper and no wider than their maximum,
-            with a tree's likeliest nodes first.
+            on the host, can be verified: N or more; fewer where the KV pool is short, or where the
+            plan or the request asks for fewer. It binds, so a draft that costs something is best
+            made no deeper and no wider than their maximum, with a tree's likeliest nodes first.
         draft_input: ``bonus_tokens`` [bs] are the roots: decided tokens whose KV is not written
             yet. ``draft_input["name"]`` is the state that the last step left.
 
@@ -387,8 +397,9 @@ def grow_draft(
 ) -> Draft | None:
     """Add nodes to what another algorithm has proposed.
 
-    Called in each decode step after ``propose``, where the algorithm is a part of another one
-    (``runtime.part``), as NGRAM is of ``EAGLE3+NGRAM``. Of the run's own algorithm it is not asked.
+    Called after ``propose`` where the algorithm is a part of another one (``runtime.part``) that
+    asks for it, as NGRAM is of ``EAGLE3+NGRAM``. Parts of ``A,B`` and the run's own algorithm are
+    not asked.
 
     Args:
         runtime: the part's: ``runtime.config`` says how much may be added.

@@ -30,7 +30,7 @@ def listing(laboratory: Laboratory) -> None:
     if done.stdout.strip():
         raise Failure(
             f"its module imports {', '.join(done.stdout.split())} at its top; expected that within "
-            "functions: specplug list would take seconds"
+            "functions: choosing it would take seconds"
         )
 
 
