@@ -246,16 +246,15 @@ class Estimates:
             self.acceptance.observe(row, of, asked, accepted)
 
     def _learn_plan(self, outcome: StepOutcome) -> None:
-        """Learn what comes of plans, of those with deeper drafts apart."""
+        """Learn what comes of plans of several requests, of those with deeper drafts apart. A plan
+        of one has no other's nodes to be preferred, and is made anew in each step."""
         plan, size = outcome.plan, len(outcome.who)
-        if plan is None or plan.reason not in (BEST, NOTHING_PAYS):
+        if size == 1 or plan is None or plan.reason not in (BEST, NOTHING_PAYS):
             return
         seconds = outcome.seconds if self.costs.is_measured else None
         tokens = size + sum(outcome.accepted)
         if not outcome.more:
             self.promises.learn(plan, size, tokens, seconds)
-        if size == 1:  # it has no other's nodes to be preferred, and asks again in each step
-            return
         came = share_that_came(plan, size, tokens, None)
         form = DraftForm.of(plan, outcome.known)
         if form is not None and not outcome.more:

@@ -3,9 +3,9 @@ numbers, which are quicker than arrays of one."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import cached_property
+from math import ceil
 
 import attrs
 import numpy as np
@@ -67,7 +67,7 @@ class CostsOfOne:
         """Return the plan in which an algorithm drafts so deep."""
         any_, of_depth, request, node, _ = self.drafters[who]
         nodes = self.filled[who] * depth
-        seconds = self.curve[1 + math.ceil(nodes)] + self.context
+        seconds = self.curve[1 + ceil(nodes)] + self.context
         seconds += any_ + request + of_depth * depth + node * nodes
         return _plan(who, depth, 1.0 + sum(chances[:depth]), seconds)
 
@@ -85,7 +85,7 @@ def best_of_one(chances: Chances, costs: CostsOfOne, plain: Plan) -> Plan:
             if chance <= 0.0:
                 break
             tokens += chance
-            seconds = curve[1 + math.ceil(share * depth)] + fixed + of_depth * depth
+            seconds = curve[1 + ceil(share * depth)] + fixed + of_depth * depth
             if tokens > most * seconds:
                 most, best = tokens / seconds, (a, depth)
     who, depth = best
