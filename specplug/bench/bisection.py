@@ -34,6 +34,7 @@ _NO_DRAFTS = {
     "speculative_num_steps": None,
     "speculative_eagle_topk": None,
     "speculative_num_draft_tokens": None,
+    "speculative_settings": None,
 }
 
 KERNELS = "SPECPLUG_KERNELS"

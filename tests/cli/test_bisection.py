@@ -56,7 +56,8 @@ def test_equal_runs_say_so_and_exit_with_0(run: Any) -> None:
     assert (done.exit_code, done.stderr) == (0, "")
     assert "equal: 24 tokens after a prompt of 20" in done.stdout
     assert "NGRAM with num_steps" in done.stdout
-    report = json.loads(run("--speculative-algorithm", "NGRAM", "--json").stdout)
+    own = "--ngram-index-scope", "request"  # NONE has no such setting
+    report = json.loads(run("--speculative-algorithm", "NGRAM", *own, "--json").stdout)
     assert (report["equal"], report["tokens_compared"], report["culprits"]) == (True, 24, [])
     assert report["token_ids"]["reference"] == report["token_ids"]["run"]
     assert report["config"]["algorithm"] == "NGRAM"
@@ -65,7 +66,7 @@ def test_equal_runs_say_so_and_exit_with_0(run: Any) -> None:
 
 @pytest.mark.usefixtures("broken_sampler")
 def test_wrong_token_names_the_setting_and_exits_with_1(run: Any) -> None:
-    done = run("--speculative-algorithm", "NGRAM")
+    done = run("--speculative-algorithm", "NGRAM", "--ngram-index-scope", "request")
     assert (done.exit_code, done.stderr) == (1, "")
     *_, last = done.stdout.splitlines()
     assert last == "to blame: speculation; the tokens are right with speculative_algorithm='NONE'"
