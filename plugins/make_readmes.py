@@ -53,7 +53,8 @@ def facts(info: AlgorithmInfo) -> Iterator[tuple[str, str]]:
     capabilities, defaults = info.capabilities, info.defaults
     yield "paper", f"<{info.paper}>"
     yield "drafts", "chains and trees" if capabilities.branching else "chains"
-    steps, nodes = defaults.num_steps, defaults.num_draft_tokens
+    steps = defaults.num_steps
+    nodes = defaults.num_draft_tokens or steps * defaults.topk + 1
     yield "by default", f"{steps} steps, topk {defaults.topk}, {nodes} nodes with the root"
     if info.weights:
         yield "weights shipped for", ", ".join(sorted(info.weights))
