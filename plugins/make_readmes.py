@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-from specplug import AlgorithmInfo, Registry
+from specplug import DEFAULT_MODEL, AlgorithmInfo, Registry, SpecConfig
 from specplug.settings import settings_of
 
 PLUGINS = Path(__file__).parent
@@ -50,12 +50,11 @@ speculative decoding is a pip package. The output is that of plain decoding, tok
 
 def facts(info: AlgorithmInfo) -> Iterator[tuple[str, str]]:
     """Yield what the table has, each with its name."""
-    capabilities, defaults = info.capabilities, info.defaults
+    capabilities, config = info.capabilities, SpecConfig.resolve(info, model_name=DEFAULT_MODEL)
     yield "paper", f"<{info.paper}>"
     yield "drafts", "chains and trees" if capabilities.branching else "chains"
-    steps = defaults.num_steps
-    nodes = defaults.num_draft_tokens or steps * defaults.topk + 1
-    yield "by default", f"{steps} steps, topk {defaults.topk}, {nodes} nodes with the root"
+    steps, nodes = config.num_steps, config.num_draft_tokens
+    yield "by default", f"{steps} steps, topk {config.topk}, {nodes} nodes with the root"
     if info.weights:
         yield "weights shipped for", ", ".join(sorted(info.weights))
     elif not capabilities.draft_model:
