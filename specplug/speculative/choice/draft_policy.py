@@ -112,19 +112,21 @@ class DraftPolicy:
             request_ids: of its n requests.
             who: [n] what drafts for each, -1: nothing.
         """
-        self.estimates.step += 1
-        if tuple(request_ids) != self._ids:
-            self._ids, self._rows = tuple(request_ids), self.estimates.rows_of(request_ids)
+        self._count(request_ids)
         self._feed(np.array(who), follows=True)
         self._earned(plan)
 
     def skip(self, request_ids: Sequence[str]) -> None:
         """Count a step in which nothing may be drafted."""
+        self._count(request_ids)
+        self.estimates.expected[self._rows] = 1.0
+        self._feed(np.full(len(self._rows), -1), follows=False)
+
+    def _count(self, request_ids: Sequence[str]) -> None:
+        """Count a step that no plan is made for."""
         self.estimates.step += 1
         if tuple(request_ids) != self._ids:
             self._ids, self._rows = tuple(request_ids), self.estimates.rows_of(request_ids)
-        self.estimates.expected[self._rows] = 1.0
-        self._feed(np.full(len(self._rows), -1), follows=False)
 
     def _feed(self, who: Array, *, follows: bool) -> None:
         """Note what drafts for each request of the step, and if it ``follows`` one of another best

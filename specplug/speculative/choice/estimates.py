@@ -100,7 +100,7 @@ class Estimates:
         cut_depths: how much deeper drafts are of which the likeliest nodes are verified.
         early_ways: which way drafts go that were foreseen a step too early, of ``EARLY``: 0, the
             host's are waited for; 1, they are taken as they were foreseen.
-        step: how many were planned or kept to a plan; ``DraftPolicy`` counts them.
+        step: how many were to be drafted for; ``DraftPolicy`` counts them.
         heard: by row of a request, [*, A] int64, the step in which it was last heard of each
             algorithm's drafts.
         expected: by row, [*] float64, tokens that the request's last step is expected to commit, as
